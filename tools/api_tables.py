@@ -1,0 +1,104 @@
+"""How nbdev shows a symbol on the site: signature, docstring, and its docments as a table.
+
+nbdev 2.4.14 writes docments only as comments inside the signature. tools/docs.py names this renderer in the settings
+of its staging copy, so neither the package nor a notebook session depends on it.
+"""
+import inspect
+import re
+
+from fastcore.docments import docments
+from nbdev.doclinks import NbdevLookup
+from nbdev.showdoc import BasicMarkdownRenderer
+
+EMPTY = inspect.Parameter.empty
+WIDTH = 88  # characters of a signature on one line; longer ones get a line per parameter
+
+
+def type_text(annotation) -> str:
+    "Annotation as written, without module prefixes."
+    if annotation is EMPTY:
+        return ""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+
+
+def default_text(default) -> str:
+    "Default as a reader would type it."
+    if default is EMPTY:
+        return ""
+    text = getattr(default, "__name__", None) or repr(default)
+    return "..." if text.startswith("<") else text
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    "Markdown table without the columns that are empty in every row."
+    used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    lines = [[header[i] for i in used], ["---"] * len(used), *[[row[i] for i in used] for row in rows]]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    "Inline code, or nothing for an empty string."
+    return f"`{text}`" if text else ""
+
+
+def signature_of(symbol):
+    "Signature without `self`, or None where Python knows none."
+    try:
+        signature = inspect.signature(symbol)
+    except (TypeError, ValueError):
+        return None
+    return signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "self"])
+
+
+def signature_text(name: str, signature) -> str:
+    "Call as one line, or a line per parameter when that is too long."
+    shown = []
+    for kind, parameter in ((p.kind, p) for p in signature.parameters.values()):
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(kind, "")
+        default = default_text(parameter.default)
+        shown.append(stars + parameter.name + (f"={default}" if default else ""))
+    line = f"{name}({', '.join(shown)})"
+    return line if len(line) <= WIDTH else f"{name}(\n    " + ",\n    ".join(shown) + ",\n)"
+
+
+def parameter_table(symbol, signature) -> str:
+    "Parameters and return value with type, default and docment."
+    notes = docments(symbol, full=True)
+    rows = [[code(name), code(type_text(p.annotation)), code(default_text(p.default)), notes.get(name, {}).get("docment") or ""]
+            for name, p in signature.parameters.items()]
+    returned = type_text(signature.return_annotation)
+    note = (notes.get("return") or {}).get("docment")
+    note = note if isinstance(note, str) else ""
+    if not inspect.isclass(symbol) and (note or returned not in ("", "None")):
+        rows.append(["**returns**", code(returned), "", note])
+    rows = [[cell if isinstance(cell, str) else "" for cell in row] for row in rows]
+    return table(["", "type", "default", "meaning"], rows) if rows else ""
+
+
+def method_table(cls) -> str:
+    "Public methods and properties that the class itself defines, with the first line of each docstring."
+    rows = []
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        summary = (inspect.getdoc(function) or "").split("\n")[0] if callable(function) else ""
+        if name.startswith("_") or not callable(function) or not summary:
+            continue
+        plain = name if isinstance(member, property) else signature_text(name, signature_of(function))
+        rows.append([code(" ".join(plain.split()).replace("( ", "(").replace(", )", ")")), summary])
+    return table(["method", "does"], rows) if rows else ""
+
+
+class TableRenderer(BasicMarkdownRenderer):
+    "Signature, docstring, table of docments, table of methods; with a link to the source."
+
+    def _repr_markdown_(self):
+        signature = signature_of(self.sym)
+        source = NbdevLookup().code(self.fn)
+        parts = ["---", f"[source]({source}){{.k2-source}}" if source else "", f"{'#' * self.title_level} {self.nm}"]
+        if signature is not None:
+            parts.append(f"```python\n{signature_text(self.nm, signature)}\n```")
+        parts.append(inspect.getdoc(self.sym) if self.docs else "")
+        parts.append(parameter_table(self.sym, signature) if signature is not None else "")
+        parts.append(method_table(self.sym) if inspect.isclass(self.sym) else "")
+        return "\n\n".join(part for part in parts if part)
