@@ -21,8 +21,8 @@ from .files import write_atomic
 
 # %% ../nbs/40_plots.ipynb #e866c763
 STYLE = {
-    "figure.figsize": (7.5, 4.4), "figure.dpi": 100, "figure.facecolor": "white", "savefig.facecolor": "white",
-    "axes.facecolor": "white", "axes.edgecolor": "#444444", "axes.titleweight": "bold", "axes.titlesize": 14,
+    "figure.figsize": (7.5, 4.4), "figure.dpi": 100, "figure.facecolor": "white",
+    "savefig.facecolor": "white", "axes.facecolor": "white", "axes.edgecolor": "#444444", "axes.titleweight": "bold", "axes.titlesize": 14,
     "axes.titlelocation": "left", "axes.labelsize": 12, "axes.spines.top": False, "axes.spines.right": False,
     "grid.color": "#dddddd", "text.color": "#111111", "axes.labelcolor": "#111111",
     "xtick.color": "#222222", "ytick.color": "#222222", "xtick.labelsize": 11, "ytick.labelsize": 11,
@@ -185,7 +185,7 @@ def _draw_accept_length(ax, height, row, look):
 
 # %% ../nbs/40_plots.ipynb #20fc7547
 def plot_accept_length(
-    acceptances: pd.DataFrame,  # source, accept_len, low, high (tokens per verify step), drafts, num_draft (K or NaN)
+    acceptances: pd.DataFrame,  # source, accept_len, low, high (tokens per verify step), drafts, num_draft (or NaN)
     ax: Axes | None = None,     # where to draw; None makes a figure
 ) -> Axes:                      # the axes drawn on
     "Show accept length with its interval, between no speculation and the ceiling."
@@ -216,7 +216,8 @@ def save(
     for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         buffer = io.BytesIO()
         with plt.rc_context({"svg.hashsalt": "k2eagle"}):
-            figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata)
+            figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white",
+                           metadata=metadata)
         written.append(write_atomic(f"{path_stem}.{suffix}", buffer.getvalue()))
     if table is not None:
         written.append(write_atomic(f"{path_stem}.csv", table.to_csv(index=False)))
