@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'SHARD_BYTES', 'FORMAT', 'LAST_NORMS', 'Document', 'Plan', 'plan', 'Shard', 'Manifest', 'read_manifest',
-           'create', 'StoreWriter', 'Store', 'open_store']
+           'create', 'StoreWriter', 'Store', 'open_store', 'refuse_mismatch']
 
 # %% ../nbs/20_store.ipynb #0cf5a2c7
 import errno
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -70,8 +73,9 @@ class Plan:
         "Refuse a store that does not fit its disk."
         free = _free_bytes(path)
         if self.bytes > free:
-            raise OSError(errno.ENOSPC, f"{self.bytes / 1e9:.1f} GB of hidden states for {free / 1e9:.1f} GB of free "
-                          f"disk; store at most {int(free // (self.bytes / self.tokens)):,} tokens, or free some room")
+            fit = int(free // (self.bytes / self.tokens))
+            raise OSError(errno.ENOSPC, f"{self.bytes / 1e9:.1f} GB of hidden states, {free / 1e9:.1f} GB of "
+                          f"disk free; store at most {fit:,} tokens, or free some room")
         return free - self.bytes
 
 
@@ -80,7 +84,7 @@ def _free_bytes(path: str | Path) -> int:
     path = Path(path).absolute()
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
-# %% ../nbs/20_store.ipynb #7d05f260
+# %% ../nbs/20_store.ipynb #ee4c2c00
 SHARD_BYTES = 256 << 20  # one shard: large enough to stream, small enough to verify or lose
 
 
@@ -96,7 +100,8 @@ def plan(
     "Work out what hidden states will take on disk."
     count = boundaries if isinstance(boundaries, int) else len(boundaries)
     if min(tokens, hidden_size, count) < 1:
-        raise ValueError(f"{tokens} tokens, hidden size {hidden_size}, {count} boundaries; expected each above 0")
+        raise ValueError(f"{tokens} tokens, hidden size {hidden_size}, {count} boundaries; "
+                         "expected each above 0")
     per_token = (count + bool(last)) * hidden_size * _dtype(dtype).itemsize
     total = tokens * (per_token + 9) + 16 * documents
     return Plan(tokens, per_token, total, -(-total // shard_bytes))
@@ -108,7 +113,7 @@ def _dtype(name: str) -> torch.dtype:
         raise ValueError(f"dtype {name!r}; a store holds {', '.join(DTYPES)}")
     return DTYPES[name]
 
-# %% ../nbs/20_store.ipynb #070cf04f
+# %% ../nbs/20_store.ipynb #6057561e
 FORMAT = "k2eagle-store-1"
 LAST_NORMS = ("pre_norm", "post_norm")
 
@@ -122,7 +127,7 @@ class Shard:
     bytes: int        # size of the file
     sha256: str = ""  # of the file; empty until it is finished
 
-
+# %% ../nbs/20_store.ipynb #7dd80090
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     "Everything needed to refuse a wrong use of hidden states."
@@ -136,7 +141,7 @@ class Manifest:
     quantization: str | None = None    # of the target's weights
     attention_backend: str = "unknown"
     num_layers: int                    # layers of the target
-    last_norm: str                     # is `last` taken before ('pre_norm') or after ('post_norm') the final norm?
+    last_norm: str                     # `last` comes from before ('pre_norm') or after ('post_norm') the final norm
     tokenizer_fingerprint: str = "unknown"
     template_fingerprint: str = "unknown"
     answers: dict | None = None        # how the answers were made: temperature, max_new_tokens, seed, prompts
@@ -151,7 +156,7 @@ class Manifest:
     shards: tuple = ()                 # of `Shard`
     provenance: dict | None = None     # who made it, from the first start of the capture
 
-# %% ../nbs/20_store.ipynb #2f95ee02
+# %% ../nbs/20_store.ipynb #4114178a
 _SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 
 
@@ -173,7 +178,7 @@ def _check_manifest(manifest: Manifest) -> Manifest:
                              "inside the store's folder")
     return replace(manifest, boundaries=bounds, shards=tuple(manifest.shards))
 
-# %% ../nbs/20_store.ipynb #7dd80090
+# %% ../nbs/20_store.ipynb #d4af40ff
 def _facts(facts: dict, **known) -> Manifest:
     "A checked manifest from facts and what the caller knows."
     names = {field.name for field in fields(Manifest)}
@@ -207,18 +212,18 @@ def _write_manifest(path: Path, manifest: Manifest):
     "Replace the manifest on disk."
     write_json(path / "manifest.json", asdict(manifest))
 
-# %% ../nbs/20_store.ipynb #d4af40ff
+# %% ../nbs/20_store.ipynb #a2686761
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _PARTS = ("tokens", "hidden", "last", "loss_mask")  # what a document's checksum covers, in this order
 
 
 def _table(manifest: Manifest, ids: list, lengths: list) -> dict:
     "The safetensors header of a shard: dtype, shape and byte range of each tensor."
-    size, tokens, code = _dtype(manifest.dtype).itemsize, sum(lengths), _CODES[manifest.dtype]
+    size, code, tokens = _dtype(manifest.dtype).itemsize, _CODES[manifest.dtype], sum(lengths)
     width, count = manifest.hidden_size, len(manifest.boundaries)
-    rows = {"offsets": ("I64", 8, [len(ids) + 1]), "crc32": ("I64", 8, [len(ids)]), "tokens": ("I64", 8, [tokens]),
-            "hidden": (code, size, [tokens, count, width]), "last": (code, size, [tokens, width]),
-            "loss_mask": ("BOOL", 1, [tokens])}
+    rows = {"offsets": ("I64", 8, [len(ids) + 1]), "crc32": ("I64", 8, [len(ids)]),
+            "tokens": ("I64", 8, [tokens]), "hidden": (code, size, [tokens, count, width]),
+            "last": (code, size, [tokens, width]), "loss_mask": ("BOOL", 1, [tokens])}
     table, start = {"__metadata__": {"format": "pt", "ids": json.dumps(ids)}}, 0
     for name, (code, itemsize, shape) in rows.items():
         stop = start + itemsize * math.prod(shape)
@@ -234,20 +239,23 @@ def _head(table: dict, lengths: list) -> bytes:
     offsets = [0, *accumulate(lengths)]
     return struct.pack("<Q", len(text)) + text + struct.pack(f"<{len(offsets)}q", *offsets)
 
-# %% ../nbs/20_store.ipynb #2c6c771a
+# %% ../nbs/20_store.ipynb #00f6ccfc
 def _reserve(part: Path, head: bytes, size: int) -> int:
     "Open a shard to be filled, new or left by a killed writer; return its file descriptor."
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
+        return handle
     try:
-        if os.fstat(handle).st_size != size or os.pread(handle, len(head), 0) != head:
-            os.ftruncate(handle, 0)
-            os.posix_fallocate(handle, 0, size)
-            _write_all(handle, head, 0)
+        os.ftruncate(handle, 0)
+        # macOS has no posix_fallocate: there a full disk is noticed by the write that hits it
+        getattr(os, "posix_fallocate", lambda handle, start, size: os.ftruncate(handle, size))(handle, 0, size)
+        _write_all(handle, head, 0)
     except OSError as error:
         os.close(handle)
         part.unlink()
-        raise OSError(error.errno, f"no room for {part.name}: {size:,} bytes needed, {_free_bytes(part):,} free "
-                      f"({error.strerror}); what was finished is kept: free some room and run the same again") from None
+        raise OSError(error.errno, f"no room for {part.name} ({error.strerror}): {size:,} bytes needed, "
+                      f"{_free_bytes(part):,} free; what was finished is kept: free some room and run the "
+                      "same again") from None
     return handle
 
 
@@ -263,7 +271,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     "The bytes of a CPU tensor, without copying a contiguous one."
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
-# %% ../nbs/20_store.ipynb #442bdaab
+# %% ../nbs/20_store.ipynb #367b3d80
 class _PartFile:
     "A shard being filled."
 
@@ -271,10 +279,11 @@ class _PartFile:
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.offsets, table = [0, *accumulate(lengths)], _table(manifest, ids, lengths)
         head = _head(table, lengths)
-        base = len(head) - 8 * len(self.offsets)  # where the tensors begin
-        self.starts = {name: base + table[name]["data_offsets"][0] for name in ("crc32", *_PARTS)}
-        self.rows = {name: _extent(table[name]) // self.offsets[-1] for name in _PARTS}  # bytes a token
-        self.handle = _reserve(self.part, head, base + table["loss_mask"]["data_offsets"][1])
+        ranges = {name: table[name]["data_offsets"] for name in ("crc32", *_PARTS)}
+        base = len(head) - 8 * len(self.offsets)  # the tensors begin here
+        self.starts = {name: base + start for name, (start, stop) in ranges.items()}
+        self.rows = {name: (ranges[name][1] - ranges[name][0]) // self.offsets[-1] for name in _PARTS}  # bytes a token
+        self.handle = _reserve(self.part, head, base + ranges["loss_mask"][1])
 
     def put(self, index: int, parts: list):
         "Write a document's bytes, then their checksum."
@@ -286,31 +295,24 @@ class _PartFile:
 
     def holds(self, index: int) -> bool:
         "Is this document there, whole?"
-        start, length = self.offsets[index], self.offsets[index + 1] - self.offsets[index]
+        start, stop = self.offsets[index], self.offsets[index + 1]
         checksum = 0
         for name, row in self.rows.items():
-            checksum = zlib.crc32(os.pread(self.handle, length * row, self.starts[name] + start * row), checksum)
+            data = os.pread(self.handle, (stop - start) * row, self.starts[name] + start * row)
+            checksum = zlib.crc32(data, checksum)
         return os.pread(self.handle, 8, self.starts["crc32"] + 8 * index) == struct.pack("<q", checksum)
 
-    def finish(self) -> str:
-        "Make the shard durable under its final name; return its checksum."
-        os.fsync(self.handle)
-        self.close()
-        digest = sha256_file(self.part)
-        os.replace(self.part, self.path)
-        sync_folder(self.path.parent)
-        return digest
+# %% ../nbs/20_store.ipynb #49c3086e
+def _seal(file: _PartFile) -> str:
+    "Make a full shard durable under its final name; return its checksum."
+    os.fsync(file.handle)
+    os.close(file.handle)
+    digest = sha256_file(file.part)
+    os.replace(file.part, file.path)
+    sync_folder(file.path.parent)
+    return digest
 
-    def close(self):
-        os.close(self.handle)
-
-
-def _extent(entry: dict) -> int:
-    "Bytes of a tensor in a safetensors header."
-    start, stop = entry["data_offsets"]
-    return stop - start
-
-# %% ../nbs/20_store.ipynb #41b95e78
+# %% ../nbs/20_store.ipynb #8a3879e4
 def _split(lengths: list, bytes_per_token: int, shard_bytes: int) -> list:
     "Ranges of documents, one a shard; a document larger than a shard gets its own."
     spans, start, size = [], 0, 0
@@ -330,7 +332,8 @@ def _check_documents(ids: list, lengths: list):
     if len(ids) != len(lengths):
         raise ValueError(f"{len(ids)} ids for {len(lengths)} lengths; expected one id a document")
     if short := [i for i, length in enumerate(lengths) if length < 1]:
-        raise ValueError(f"document {short[0]} ({ids[short[0]]}) has {lengths[short[0]]} tokens; expected at least 1")
+        raise ValueError(f"document {short[0]} ({ids[short[0]]}) has {lengths[short[0]]} tokens; "
+                         "expected at least 1")
     if len(set(ids)) != len(ids):
         seen = set()
         twice = next(i for i in ids if i in seen or seen.add(i))
@@ -341,7 +344,7 @@ def _digest(values: list) -> str:
     "16 hexadecimal digits over a list."
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
-# %% ../nbs/20_store.ipynb #00f6ccfc
+# %% ../nbs/20_store.ipynb #05eb8757
 def _planned(manifest: Manifest, ids: list, lengths: list) -> tuple:
     "The manifest with its shards planned, and the range of documents of each."
     per_token = plan(1, manifest.hidden_size, manifest.boundaries, dtype=manifest.dtype).bytes
@@ -359,9 +362,9 @@ def _resumed(path: Path, manifest: Manifest) -> Manifest:
     "The manifest on disk, if it is of the same documents made in the same way."
     stored = read_manifest(path)
     free = ("complete", "shards", "provenance")
-    differing = [f"{field.name} (stored {getattr(stored, field.name)!r}, now {getattr(manifest, field.name)!r})"
-                 for field in fields(Manifest) if field.name not in free
-                 and getattr(stored, field.name) != getattr(manifest, field.name)]
+    old, new = (json.loads(json.dumps(asdict(one))) for one in (stored, manifest))  # tuples become lists in both
+    differing = [f"{name} (stored {old[name]!r}, now {new[name]!r})" for name in old
+                 if name not in free and old[name] != new[name]]
     if differing:
         raise ValueError(f"{path} holds other hidden states; these differ: {'; '.join(differing)}. "
                          "Write to a new folder, or delete this one")
@@ -372,37 +375,7 @@ def _resumed(path: Path, manifest: Manifest) -> Manifest:
                              "or delete the store and capture again")
     return stored
 
-# %% ../nbs/20_store.ipynb #9779a241
-def create(
-    path: str | Path,           # folder of the store; made, or resumed
-    facts: dict,                # what the manifest must say: engine, model, weight_fingerprint, num_layers, last_norm, …
-    lengths: list,              # tokens of each document, in the order they will come
-    boundaries: tuple,          # boundaries of `hidden`, ascending
-    hidden_size: int,           # H
-    ids: list | None = None,    # one distinct name a document; numbers by default
-    dtype: str = "bfloat16",    # of the states: 'bfloat16' | 'float16' | 'float32'
-    shard_bytes: int = SHARD_BYTES,  # aimed size of a shard; a longer document gets its own
-    provenance: dict | None = None,  # record of the run; made here by default
-    check_space: bool = True,   # refuse at once if the free disk cannot hold what is still to come?
-) -> "StoreWriter":             # its `next_document` is the first one to append
-    "Start a store, or go on with one that was interrupted."
-    path, lengths = Path(path), [int(length) for length in lengths]
-    ids = [f"{i:06d}" for i in range(len(lengths))] if ids is None else [str(name) for name in ids]
-    _check_documents(ids, lengths)
-    manifest = _facts(facts, boundaries=tuple(map(int, boundaries)), hidden_size=hidden_size, dtype=dtype,
-                      documents=len(ids), tokens=sum(lengths), ids_digest=_digest(ids), provenance=None,
-                      lengths_digest=_digest(lengths), shard_bytes=shard_bytes, shards=(), complete=False)
-    manifest, spans = _planned(manifest, ids, lengths)
-    path.mkdir(parents=True, exist_ok=True)
-    lock = _lock(path)
-    try:
-        manifest = _settle(path, manifest, provenance, check_space)
-        return StoreWriter(_Filling(path, manifest, ids, lengths, spans, lock))
-    except BaseException:
-        os.close(lock)
-        raise
-
-
+# %% ../nbs/20_store.ipynb #a28f58e3
 def _settle(path: Path, manifest: Manifest, provenance: dict | None, check_space: bool) -> Manifest:
     "Agree with the manifest on disk, or write the first one."
     new = not (path / "manifest.json").exists()
@@ -422,10 +395,40 @@ def _check_space(path: Path, manifest: Manifest):
     reserved = sum(part.stat().st_size for part in path.glob("shard-*.part"))
     needed = sum(shard.bytes for shard in manifest.shards if not shard.sha256) - reserved
     if needed > (free := _free_bytes(path)):
-        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB still to write to {path} and {free / 1e9:.2f} GB free; "
+        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB still to write to {path}, {free / 1e9:.2f} GB free; "
                       "free some room, store fewer documents, or pass check_space=False if shards are moved away")
 
-# %% ../nbs/20_store.ipynb #d682b0b0
+# %% ../nbs/20_store.ipynb #77c53365
+def create(
+    path: str | Path,                # folder of the store; made, or resumed
+    facts: dict,                     # manifest fields: engine, model, weight_fingerprint, num_layers, last_norm, …
+    lengths: list,                   # tokens of each document, in the order they will come
+    boundaries: tuple,               # boundaries of `hidden`, ascending
+    hidden_size: int,                # H
+    ids: list | None = None,         # one distinct name a document; numbers by default
+    dtype: str = "bfloat16",         # of the states: 'bfloat16' | 'float16' | 'float32'
+    shard_bytes: int = SHARD_BYTES,  # aimed size of a shard; a longer document gets its own
+    provenance: dict | None = None,  # record of the run; made here by default
+    check_space: bool = True,        # refuse at once if the disk cannot hold what is still to come?
+) -> "StoreWriter":                  # its `next_document` is the first one to append
+    "Start a store, or go on with one that was interrupted."
+    path, lengths = Path(path), [int(length) for length in lengths]
+    ids = [f"{i:06d}" for i in range(len(lengths))] if ids is None else [str(name) for name in ids]
+    _check_documents(ids, lengths)
+    manifest = _facts(facts, boundaries=tuple(map(int, boundaries)), hidden_size=hidden_size, dtype=dtype,
+                      documents=len(ids), tokens=sum(lengths), ids_digest=_digest(ids), complete=False,
+                      lengths_digest=_digest(lengths), shard_bytes=shard_bytes, shards=(), provenance=None)
+    manifest, spans = _planned(manifest, ids, lengths)
+    path.mkdir(parents=True, exist_ok=True)
+    filling = _Filling(path, manifest, ids, lengths, spans, _lock(path))
+    try:
+        filling.manifest = _settle(path, manifest, provenance, check_space)
+        return StoreWriter(filling)
+    except BaseException:
+        filling.close()
+        raise
+
+# %% ../nbs/20_store.ipynb #83e29d4c
 def _check_finite(name: str, hidden: torch.Tensor, last: torch.Tensor, boundaries: tuple):
     "Name the first boundary and token that hold a NaN or an infinity."
     if all(torch.isfinite(torch.stack(torch.aminmax(states))).all() for states in (hidden, last)):
@@ -433,8 +436,8 @@ def _check_finite(name: str, hidden: torch.Tensor, last: torch.Tensor, boundarie
     for label, states in (*zip((f"boundary {b}" for b in boundaries), hidden.unbind(1)), ("last", last)):
         bad = (~torch.isfinite(states)).any(-1).nonzero().flatten()
         if len(bad):
-            raise ValueError(f"document {name}, {label}: {len(bad)} tokens have a NaN or an infinity, the first is "
-                             f"token {int(bad[0])}; the engine overflowed: check its dtype and attention backend")
+            raise ValueError(f"document {name}, {label}: {len(bad)} tokens have a NaN or an infinity, the first "
+                             f"is token {int(bad[0])}; the engine overflowed: check its dtype and attention backend")
 
 
 def _check_document(manifest: Manifest, name: str, length: int, document: Document):
@@ -442,17 +445,19 @@ def _check_document(manifest: Manifest, name: str, length: int, document: Docume
     states = _dtype(manifest.dtype)
     width = manifest.hidden_size
     expected = {"tokens": (torch.int64, (length,)), "loss_mask": (torch.bool, (length,)),
-                "hidden": (states, (length, len(manifest.boundaries), width)), "last": (states, (length, width))}
+                "hidden": (states, (length, len(manifest.boundaries), width)),
+                "last": (states, (length, width))}
     for part, (dtype, shape) in expected.items():
         tensor = getattr(document, part)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(f"document {name}: {part} is {_dtype_name(tensor.dtype)} {list(tensor.shape)}; "
-                             f"expected {_dtype_name(dtype)} {list(shape)}, as announced to create()")
+                             f"expected {_dtype_name(dtype)} {list(shape)}, as the manifest says")
     if int(document.tokens.min()) < 0:
-        raise ValueError(f"document {name} has token {int(document.tokens.min())}; token ids are not negative")
+        raise ValueError(f"document {name} has token {int(document.tokens.min())}; "
+                         "token ids are not negative")
     _check_finite(name, document.hidden, document.last, manifest.boundaries)
 
-# %% ../nbs/20_store.ipynb #49c3086e
+# %% ../nbs/20_store.ipynb #55635913
 class _Filling:
     "The shards of a store being written."
 
@@ -460,22 +465,8 @@ class _Filling:
         self.path, self.manifest, self.ids, self.lengths, self.spans = path, manifest, ids, lengths, spans
         self.file, self.lock = None, lock
 
-    def resume(self) -> int:
-        "Find the first document that is not there; finish a shard that lacks only that."
-        for number, (shard, span) in enumerate(zip(self.manifest.shards, self.spans)):
-            if shard.sha256:
-                continue
-            file = self.path / shard.file
-            if file.exists():  # killed between the rename and the manifest
-                os.replace(file, file.with_name(file.name + ".part"))
-            self.open(number)
-            there = next((i for i in range(len(span)) if not self.file.holds(i)), len(span))
-            if there < len(span):
-                return span.start + there
-            self.finish(number)
-        return len(self.ids)
-
     def open(self, number: int):
+        "Open a shard to be filled."
         span = self.spans[number]
         self.file = _PartFile(self.path / self.manifest.shards[number].file, self.manifest,
                               self.ids[span.start:span.stop], self.lengths[span.start:span.stop])
@@ -484,26 +475,41 @@ class _Filling:
         "Close a full shard and record its checksum."
         file, self.file = self.file, None
         shards = list(self.manifest.shards)
-        shards[number] = replace(shards[number], sha256=file.finish())
+        shards[number] = replace(shards[number], sha256=_seal(file))
         complete = all(shard.sha256 for shard in shards)
         self.manifest = replace(self.manifest, shards=tuple(shards), complete=complete)
         _write_manifest(self.path, self.manifest)
 
     def close(self):
         "Leave the shard as it is and drop the lock."
-        if self.file is not None:
-            self.file.close()
-        if self.lock is not None:
-            os.close(self.lock)
+        for handle in (self.file and self.file.handle, self.lock):
+            if handle is not None:
+                os.close(handle)
         self.file = self.lock = None
 
-# %% ../nbs/20_store.ipynb #1534d315
+# %% ../nbs/20_store.ipynb #852aa3cd
+def _resume(filling: _Filling) -> int:
+    "Find the first document that is not there; finish a shard that lacks only that."
+    for number, (shard, span) in enumerate(zip(filling.manifest.shards, filling.spans)):
+        if shard.sha256:
+            continue
+        file = filling.path / shard.file
+        if file.exists():  # killed between the rename and the manifest
+            os.replace(file, file.with_name(file.name + ".part"))
+        filling.open(number)
+        missing = next((i for i in range(len(span)) if not filling.file.holds(i)), None)
+        if missing is not None:
+            return span.start + missing
+        filling.finish(number)
+    return len(filling.ids)
+
+# %% ../nbs/20_store.ipynb #4683bc45
 class StoreWriter:
     "Appends documents to a store, in order; made by `create`."
 
     def __init__(self, filling):  # filling: the shards, locked for this writer
         self._filling = filling
-        self.next_document = filling.resume()  # index of the first document that is not there yet
+        self.next_document = _resume(filling)  # index of the first document that is not there yet
 
     def append(
         self,
@@ -514,10 +520,10 @@ class StoreWriter:
     ):
         "Write document `next_document`; the last one completes the store."
         index, filling = self.next_document, self._filling
-        if index == len(self):
+        if index == len(filling.ids):
             raise ValueError(f"the store already has all its {index} documents; nothing is left to append")
-        document = Document(*(part.detach().cpu() for part in (tokens, hidden, last, loss_mask)), filling.ids[index])
-        _check_document(filling.manifest, f"{index} ({document.id})", filling.lengths[index], document)
+        document = Document(*(part.detach().cpu() for part in (tokens, hidden, last, loss_mask)))
+        _check_document(filling.manifest, f"{index} ({filling.ids[index]})", filling.lengths[index], document)
         number = bisect_right(filling.spans, index, key=lambda span: span.start) - 1
         if filling.file is None:
             filling.open(number)
@@ -525,9 +531,6 @@ class StoreWriter:
         self.next_document = index + 1
         if self.next_document == filling.spans[number].stop:
             filling.finish(number)
-
-    def __len__(self):
-        return len(self._filling.ids)
 
     def close(self):
         "Stop here; `create` goes on from this point."
@@ -539,7 +542,7 @@ class StoreWriter:
     def __exit__(self, *exception):
         self.close()
 
-# %% ../nbs/20_store.ipynb #84c8f239
+# %% ../nbs/20_store.ipynb #b682e0fd
 def _lock(path: Path) -> int:
     "Lock a store's folder against other writers; return the descriptor that holds the lock."
     handle = os.open(path, os.O_RDONLY)
@@ -553,7 +556,7 @@ def _lock(path: Path) -> int:
             raise
     return handle
 
-# %% ../nbs/20_store.ipynb #852aa3cd
+# %% ../nbs/20_store.ipynb #5c4ca2ef
 def _open_shard(file: Path, shard: Shard, manifest: Manifest):
     "A safetensors handle on a shard that is what the manifest says."
     if not file.is_file():
@@ -573,41 +576,13 @@ def _open_shard(file: Path, shard: Shard, manifest: Manifest):
             raise ValueError(f"{file} is altered: its {name} is {seen}; by the manifest it is {expected}")
     return handle
 
-# %% ../nbs/20_store.ipynb #c277f344
-class _ShardFile:
-    "Reads documents from one shard."
+# %% ../nbs/20_store.ipynb #356b023b
+class _File:
+    "One file with documents; knows their ids and offsets once it was opened."
 
-    def __init__(self, path: Path, shard: Shard, manifest: Manifest):
-        self.file, self.shard, self.manifest, self.documents = path / shard.file, shard, manifest, shard.documents
-        self.handle, self.offsets, self.ids = None, None, None
-
-    def open(self):
-        if self.handle is not None:
-            return self
-        handle = _open_shard(self.file, self.shard, self.manifest)
-        offsets = handle.get_tensor("offsets").tolist()
-        ids = json.loads((handle.metadata() or {}).get("ids", "[]"))
-        rising = all(a < b for a, b in zip(offsets, offsets[1:]))
-        if not rising or offsets[0] != 0 or offsets[-1] != self.shard.tokens or len(ids) != self.documents:
-            raise ValueError(f"{self.file} is altered: its index of documents does not fit its {self.shard.tokens} tokens")
-        self.handle, self.offsets, self.ids = handle, offsets, ids
-        return self
-
-    def read(self, index: int, check: bool = False) -> Document:
-        self.open()
-        start, stop = self.offsets[index], self.offsets[index + 1]
-        document = Document(*(self.handle.get_slice(name)[start:stop] for name in _PARTS), self.ids[index])
-        if check and _checksum(document) != int(self.handle.get_slice("crc32")[index]):
-            raise ValueError(f"{self.file} is altered: document {document.id} does not have the checksum it was "
-                             "stored with; capture it again")
-        return document
-
-    def inspect(self) -> list:
-        "Findings about this file; it is read in full."
-        try:
-            return _inspect(self)
-        finally:
-            self.close()
+    def __init__(self, file: Path, documents: int):
+        self.file, self.documents = file, documents
+        self.handle = self.ids = self.offsets = None
 
     def opens(self) -> bool:
         "Is the file there, and of the right size and form?"
@@ -619,17 +594,55 @@ class _ShardFile:
             self.close()
 
     def close(self):
-        self.handle = None  # offsets and ids stay, they are small
+        "Drop the map; ids and offsets stay, they are small."
+        self.handle = None
 
 
-def _checksum(document: Document) -> int:
-    "The checksum over a document's bytes."
+class _ShardFile(_File):
+    "Reads documents from one shard."
+
+    def __init__(self, path: Path, shard: Shard, manifest: Manifest):
+        super().__init__(path / shard.file, shard.documents)
+        self.shard, self.manifest = shard, manifest
+
+    def open(self):
+        if self.handle is None:
+            handle = _open_shard(self.file, self.shard, self.manifest)
+            self.ids, self.offsets = _read_index(handle, self.file, self.shard)
+            self.handle = handle
+        return self
+
+    def read(self, index: int, check: bool = False) -> Document:
+        start, stop = self.open().offsets[index:index + 2]
+        document = Document(*(self.handle.get_slice(name)[start:stop] for name in _PARTS), self.ids[index])
+        return _checked(document, int(self.handle.get_slice("crc32")[index]), self.file) if check else document
+
+    def inspect(self) -> list:
+        return _inspect(self)
+
+# %% ../nbs/20_store.ipynb #997a6a3b
+def _read_index(handle, file: Path, shard: Shard) -> tuple:
+    "Ids and offsets of a shard's documents."
+    offsets = handle.get_tensor("offsets").tolist()
+    ids = json.loads((handle.metadata() or {}).get("ids", "[]"))
+    rising = all(start < stop for start, stop in zip(offsets, offsets[1:]))
+    if not rising or offsets[0] != 0 or offsets[-1] != shard.tokens or len(ids) != shard.documents:
+        raise ValueError(f"{file} is altered: its index does not fit the {shard.tokens} tokens and "
+                         f"{shard.documents} documents of the manifest")
+    return ids, offsets
+
+
+def _checked(document: Document, expected: int, file: Path) -> Document:
+    "The document, if its bytes have the checksum they were stored with."
     checksum = 0
     for part in document[:4]:
         checksum = zlib.crc32(_bytes(part), checksum)
-    return checksum
+    if checksum != expected:
+        raise ValueError(f"{file} is altered: document {document.id} does not have the checksum it was stored "
+                         "with; capture it again")
+    return document
 
-# %% ../nbs/20_store.ipynb #8e16c3b9
+# %% ../nbs/20_store.ipynb #fbcc84e7
 def _inspect(reader: _ShardFile) -> list:
     "Findings about one shard: missing, cut off, altered."
     shard, name = reader.shard, reader.shard.file
@@ -637,16 +650,17 @@ def _inspect(reader: _ShardFile) -> list:
     try:
         reader.open()
     except FileNotFoundError:
-        return [Finding("shard-missing", "error", name, f"is not there, with its {shard.documents} documents", fix=fix)]
+        message = f"is not there, with its {shard.documents} documents"
+        return [Finding("shard-missing", "error", name, message, fix=fix)]
     except ValueError as error:
-        size = reader.file.stat().st_size
-        code = "shard-altered" if size == shard.bytes else "shard-truncated" if size < shard.bytes else "shard-longer"
+        code = "shard-truncated" if reader.file.stat().st_size < shard.bytes else "shard-altered"
         return [Finding(code, "error", name, str(error).removeprefix(f"{reader.file} "), fix=fix)]
     if (digest := sha256_file(reader.file)) == shard.sha256:
         return []
-    damaged = [reader.ids[i] for i in range(reader.documents) if not _intact(reader, i)]
-    what = f"documents {', '.join(damaged)} do not have their checksums" if damaged else "its header was changed"
-    return [Finding("shard-altered", "error", name, what, f"sha256 {digest[:8]}… instead of {shard.sha256[:8]}…", fix)]
+    damaged = [reader.ids[index] for index in range(reader.documents) if not _intact(reader, index)]
+    message = f"documents {', '.join(damaged)} are not as stored" if damaged else "its header was changed"
+    evidence = f"sha256 {digest[:8]}… instead of {shard.sha256[:8]}…"
+    return [Finding("shard-altered", "error", name, message, evidence, fix)]
 
 
 def _intact(reader: _ShardFile, index: int) -> bool:
@@ -656,7 +670,7 @@ def _intact(reader: _ShardFile, index: int) -> bool:
     except ValueError:
         return False
 
-# %% ../nbs/20_store.ipynb #e4325b93
+# %% ../nbs/20_store.ipynb #accbd89d
 _OPEN_FILES = 2
 
 
@@ -692,14 +706,7 @@ class _Documents:
             self._open.pop(0).close()
         return file
 
-    def _index(self, index):
-        "Name and length of a document, without its states."
-        number = self._number(index)
-        file = self._files[number] if self._files[number].ids else self._use(number)
-        at = index - self._starts[number]
-        return file.ids[at], file.offsets[at + 1] - file.offsets[at]
-
-# %% ../nbs/20_store.ipynb #9466c43e
+# %% ../nbs/20_store.ipynb #6c2775ef
 def _group(order: list, lengths: list, max_tokens: int) -> list:
     "Cut an order of documents into batches of at most `max_tokens`."
     groups, size = [], 0
@@ -711,9 +718,18 @@ def _group(order: list, lengths: list, max_tokens: int) -> list:
         size += length
     return groups
 
-
+# %% ../nbs/20_store.ipynb #62903b22
 class _Batches(_Documents):
     "Documents in batches."
+
+    def _index(self, index):
+        "Name and length of a document, without its states."
+        number = self._number(index)
+        file = self._files[number]
+        if file.offsets is None:
+            self._use(number)
+        at = index - self._starts[number]
+        return file.ids[at], file.offsets[at + 1] - file.offsets[at]
 
     def batch_indices(
         self,
@@ -739,7 +755,7 @@ class _Batches(_Documents):
         for group in self.batch_indices(max_tokens, shuffle_seed, documents):
             yield [self[index] for index in group]
 
-# %% ../nbs/20_store.ipynb #a63b6e90
+# %% ../nbs/20_store.ipynb #3e34b45c
 class Store(_Batches):
     "Hidden states on disk: a sequence of `Document`, with its `manifest`."
 
@@ -752,35 +768,225 @@ class Store(_Batches):
         return [self._index(index)[1] for index in range(len(self))]
 
     def readable(self) -> list:  # indices of the documents whose file can be opened
-        "Leave out the documents of missing or truncated files."
-        bad = [not file.opens() for file in self._files]
-        return [index for index in range(len(self)) if not bad[self._number(index)]]
+        "Leave out the documents of missing and truncated files."
+        opens = [file.opens() for file in self._files]
+        return [index for index in range(len(self)) if opens[self._number(index)]]
 
     def verify(self) -> Findings:  # empty when every byte is as it was written
         "Read every file in full and name those that are missing, cut off or altered."
-        return Findings(finding for file in self._files for finding in file.inspect())
+        findings = []
+        for file in self._files:
+            findings += file.inspect()
+            file.close()
+        return Findings(findings)
 
     def __repr__(self):
         m, tokens = self.manifest, "?" if self.manifest.tokens is None else f"{self.manifest.tokens:,}"
-        made = f"from {m.engine} {m.engine_version}"
-        return (f"Store of {len(self):,} documents, {tokens} tokens, {made}, target {m.model}\n"
-                f"boundaries {', '.join(map(str, m.boundaries))} of {m.num_layers} layers, last {m.last_norm}, "
-                f"hidden size {m.hidden_size}, {m.dtype}" + ("" if m.complete else "\nunfinished: only its whole shards"))
+        return (f"Store of {len(self):,} documents, {tokens} tokens: {m.model}, seen by {m.engine}\n"
+                f"boundaries {', '.join(map(str, m.boundaries))} of {m.num_layers} layers; last is {m.last_norm}; "
+                f"{m.dtype}, hidden size {m.hidden_size}" + ("" if m.complete else "; unfinished"))
 
-
+# %% ../nbs/20_store.ipynb #d7cfb034
 def open_store(
-    path: str | Path,            # folder of a store
-    allow_partial: bool = False,  # read the finished shards of an unfinished store?
-    check: bool = False,         # compare each document read with its checksum?
+    path: str | Path,                  # folder of a store, or of files that SpecForge, speculators or ModelOpt wrote
+    allow_partial: bool = False,       # read the finished shards of an unfinished store?
+    check: bool = False,               # compare each document read with its checksum?
+    loss_masks: dict | None = None,    # files of others only: document id to mask, where the files have none
+    **stated,                          # files of others only: manifest fields that the files do not tell
 ) -> Store:
     "Open hidden states for reading."
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; expected a store of hidden states")
+    if not (path / "manifest.json").is_file():
+        return _open_foreign(path, check, loss_masks, stated)
+    if stated or loss_masks:
+        raise ValueError(f"{path} has a manifest, which already says {', '.join(stated) or 'loss_masks'}; leave it out")
     manifest = read_manifest(path)
     shards = [shard for shard in manifest.shards if shard.sha256]
     if not manifest.complete and not allow_partial:
         done = sum(shard.documents for shard in shards)
-        raise ValueError(f"{path} is unfinished: {done} of {manifest.documents} documents are in finished shards; run "
-                         "the capture again to complete it, or pass allow_partial=True to use those")
+        raise ValueError(f"{path} is unfinished: {done} of {manifest.documents} documents are in finished shards; "
+                         "run the capture again to complete it, or pass allow_partial=True to use those")
     return Store(path, manifest, [_ShardFile(path, shard, manifest) for shard in shards], check)
+
+# %% ../nbs/20_store.ipynb #71031754
+_TARGET_FACTS = ("weight_fingerprint", "num_layers", "hidden_size", "tokenizer_fingerprint", "boundaries")
+
+
+def refuse_mismatch(
+    manifest: Manifest,    # of the store to be used
+    facts,                 # what it is to be used with: a dict, or any record with fields of these names
+    use: str = "this run",  # what the error calls the other side
+):
+    "Raise when a store belongs to another target, or holds other boundaries."
+    facts = facts if isinstance(facts, dict) else {name: getattr(facts, name, None) for name in _TARGET_FACTS}
+    differing = []
+    for name in _TARGET_FACTS:
+        stored, wanted = getattr(manifest, name), facts.get(name)
+        if name == "boundaries" and wanted is not None:
+            wanted = tuple(wanted)
+        if None not in (stored, wanted) and "unknown" not in (stored, wanted) and stored != wanted:
+            differing.append(f"{name} is {stored!r} in the store and {wanted!r} in {use}")
+    if differing:
+        raise ValueError(f"the hidden states are of another target: {'; '.join(differing)}. They were captured from "
+                         f"{manifest.model}; capture again from the target in use")
+
+# %% ../nbs/20_store.ipynb #9411df38
+@dataclass(frozen=True)
+class _Layout:
+    "How a tool lays out its files."
+    tool: str
+    names: str              # pattern of its file names
+    keys: tuple             # of tokens, captured layers, last hidden state; the latter None if it is a slice
+    last_norm: str | None   # None where the tool does both
+    engine: str = "unknown"
+
+
+# keys and norms as read in SpecForge a6b6b023 scripts/prepare_hidden_states.py and wheel 0.2.0,
+# speculators 0.9.0 train/data.py, Model-Optimizer a2fbac7b collect_hidden_states/
+_LAYOUTS = (
+    _Layout("specforge", r".*\.ckpt(\.gz)?", ("input_ids", "aux_hidden_state", "hidden_state"), "post_norm"),
+    _Layout("speculators", r"(hs_)?\d+\.safetensors", ("token_ids", "hidden_states", None), "pre_norm", "vllm"),
+    _Layout("modelopt", r".*\.pt", ("input_ids", "aux_hidden_states", "hidden_states"), None))
+
+
+def _find_layout(path: Path) -> tuple:
+    "The layout of a folder and its files, in the order of the numbers in their names."
+    files = [file for file in path.rglob("*") if file.is_file()]
+    found = {layout: [file for file in files if re.fullmatch(layout.names, file.name)] for layout in _LAYOUTS}
+    found = {layout: matching for layout, matching in found.items() if matching}
+    if len(found) > 1:
+        raise ValueError(f"{path} mixes files of {' and '.join(layout.tool for layout in found)}; "
+                         "move those of one into a folder of its own")
+    if not found:
+        raise FileNotFoundError(f"{path} has no manifest.json; expected a store, or *.ckpt (SpecForge), "
+                                "hs_*.safetensors (speculators) or *.pt files (ModelOpt)")
+    [(layout, matching)] = found.items()
+    return layout, sorted(matching, key=lambda file: [int(word) if word.isdigit() else word
+                                                      for word in re.split(r"(\d+)", str(file))])
+
+# %% ../nbs/20_store.ipynb #3efe3a4c
+def _load(file: Path) -> dict:
+    "The tensors of another tool's file; mapped, not read, unless it is compressed."
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as handle:
+                return {name: handle.get_tensor(name) for name in handle.keys()}
+        if file.suffix == ".gz":
+            with gzip.open(file) as data:
+                return torch.load(io.BytesIO(data.read()), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file} is refused: it holds more than tensors and plain values, or is damaged; loading it "
+                         f"could run code. Save it again as tensors ({str(error).splitlines()[0][:120]})") from None
+    except (SafetensorError, RuntimeError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read, it was cut off or altered "
+                         f"({str(error).splitlines()[0][:120]})") from None
+
+
+def _flat(tensors: dict, key: str, file: Path, dims: int) -> torch.Tensor:
+    "A tensor without the batch dimension of 1 that some tools write."
+    if not torch.is_tensor(tensors.get(key)):
+        raise ValueError(f"{file} has no tensor {key}; it has {', '.join(sorted(tensors))}")
+    tensor = tensors[key]
+    tensor = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
+    if tensor.dim() != dims:
+        raise ValueError(f"{file}: {key} has shape {list(tensors[key].shape)}; expected {dims} dimensions")
+    return tensor
+
+# %% ../nbs/20_store.ipynb #5617b6b5
+def _states(tensors: dict, layout: _Layout, file: Path) -> tuple:
+    "Captured layers [T, K, H] and last hidden state [T, H] of another tool's file."
+    _, key, last_key = layout.keys
+    if last_key is None:
+        both = _flat(tensors, key, file, 3)  # [T, K + 1, H]
+        if "hidden_states_scales" in tensors:  # FP8 as hs-connectors writes it, one scale a token
+            both = (both.float() * tensors["hidden_states_scales"]).bfloat16()
+        return both[:, :-1], both[:, -1]
+    last, hidden = _flat(tensors, last_key, file, 2), _flat(tensors, key, file, 2)
+    if hidden.shape[1] % last.shape[1]:
+        raise ValueError(f"{file}: {key} is {hidden.shape[1]} wide and {last_key} {last.shape[1]}; "
+                         "expected a multiple of it")
+    return hidden.unflatten(1, (-1, last.shape[1])), last
+
+
+def _foreign_document(file: Path, name: str, layout: _Layout, loss_masks: dict) -> Document:
+    "Another tool's file as a document."
+    tensors = _load(file)
+    tokens = _flat(tensors, layout.keys[0], file, 1).long()
+    hidden, last = _states(tensors, layout, file)
+    if "loss_mask" in tensors:
+        mask = _flat(tensors, "loss_mask", file, 1)
+    else:
+        mask = torch.as_tensor(loss_masks.get(name, [True] * len(tokens)))
+    if not len(tokens) == len(hidden) == len(last) == len(mask):
+        raise ValueError(f"{file}: {len(tokens)} tokens, {len(hidden)} hidden states, {len(last)} last, "
+                         f"{len(mask)} in the loss mask; expected as many of each (with vLLM, prefix caching and "
+                         "chunked prefill make short files: switch both off)")
+    return Document(tokens, hidden, last, mask.bool(), name)
+
+# %% ../nbs/20_store.ipynb #6f515b3b
+class _ForeignFile(_File):
+    "Reads one document from another tool's file."
+
+    def __init__(self, path: Path, file: Path, layout: _Layout, loss_masks: dict):
+        super().__init__(file, 1)
+        self.name, self.layout, self.loss_masks = _document_name(path, file), layout, loss_masks
+        self.manifest = None  # set once the first file has told what to expect
+
+    def open(self):
+        if self.handle is None:
+            document = _foreign_document(self.file, self.name, self.layout, self.loss_masks)
+            if self.manifest is not None:
+                _check_document(self.manifest, f"{self.file}", len(document.tokens), document)
+            self.handle, self.ids, self.offsets = document, [self.name], [0, len(document.tokens)]
+        return self
+
+    def read(self, index: int, check: bool = False) -> Document:
+        return self.open().handle
+
+    def inspect(self) -> list:
+        try:
+            self.open()
+        except ValueError as error:
+            return [Finding("file-unreadable", "error", self.file.name, str(error).removeprefix(f"{self.file} "),
+                            fix="write it again with the tool that made it")]
+        return []
+
+
+def _document_name(path: Path, file: Path) -> str:
+    "Name of a file inside a folder, without its endings: rows_0-5000/data_12."
+    return re.sub(r"\.(ckpt|ckpt\.gz|pt|safetensors)$", "", file.relative_to(path).as_posix())
+
+# %% ../nbs/20_store.ipynb #c4a1ac8b
+def _open_foreign(path: Path, check: bool, loss_masks: dict | None, stated: dict) -> Store:
+    "A store over files of another tool."
+    layout, paths = _find_layout(path)
+    if check:
+        raise ValueError(f"{layout.tool} files carry no checksums; leave check=True out")
+    files = [_ForeignFile(path, file, layout, loss_masks or {}) for file in paths]
+    manifest = _foreign_manifest(path, layout, files, stated)
+    for file in files:
+        file.manifest = manifest
+        file.close()  # the first one was opened without a manifest to be held to
+    return Store(path, manifest, files)
+
+
+def _foreign_manifest(path: Path, layout: _Layout, files: list, stated: dict) -> Manifest:
+    "What the first file, the tool's convention and the caller say."
+    needed = ["num_layers"] + (["boundaries", "last_norm"] if layout.last_norm is None else [])
+    if missing := [name for name in needed if stated.get(name) is None]:
+        raise ValueError(f"{layout.tool} files do not say {', '.join(missing)}; pass "
+                         f"{', '.join(f'{name}=' for name in missing)} as they were when {path.name} was made")
+    first = next((file for file in files if file.opens()), files[0]).open().handle
+    count, width = first.hidden.shape[1:]
+    layers = stated["num_layers"]
+    guess = {"engine": layout.engine, "model": "unknown", "weight_fingerprint": "unknown",
+             "last_norm": layout.last_norm, "boundaries": (2, layers // 2, layers - 3)}
+    manifest = _facts({**guess, **stated}, format=layout.tool, complete=True, documents=len(files), tokens=None,
+                      hidden_size=width, dtype=_dtype_name(first.hidden.dtype))
+    if len(manifest.boundaries) != count:
+        raise ValueError(f"{files[0].file} holds {count} boundaries beside the last hidden state; expected "
+                         f"{len(manifest.boundaries)}, {manifest.boundaries}: pass boundaries= as captured")
+    return manifest
