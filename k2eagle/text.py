@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 
 # %% ../nbs/12_text.ipynb #e143f758
-_SUBJECTS = """photosynthesis; the tides; black holes; vaccines; inflation; supply and demand; plate tectonics
-natural selection; the water cycle; electric motors; batteries; the internet; encryption; machine learning
-the immune system; sleep; rainbows; earthquakes; the greenhouse effect; the printing press; Roman roads
-the Silk Road; democracy; jury trials; compound interest; probability; prime numbers; gravity; sound waves
-fermentation; recycling; nuclear power; bird migration; coral reefs"""
+_SUBJECTS = """photosynthesis; the tides; black holes; vaccines; inflation; supply and demand
+plate tectonics; natural selection; the water cycle; electric motors; batteries; the internet; encryption
+machine learning; the immune system; sleep; rainbows; earthquakes; the greenhouse effect
+the printing press; Roman roads; the Silk Road; democracy; jury trials; compound interest; probability
+prime numbers; gravity; sound waves; fermentation; recycling; nuclear power; bird migration; coral reefs"""
 
 _SUBJECT_FORMS = {
     "child": "Explain {t} to a ten-year-old.",
     "student": "Give an advanced student a careful explanation of {t}. Define the key terms.",
-    "summary": "Summarise the most important things to know about {t} in three sentences.",
+    "summary": "In three sentences, summarise the most important things to know about {t}.",
     "facts": "List five surprising facts about {t}.",
     "myths": "What do people often get wrong about {t}? Correct three misconceptions.",
     "analogy": "Find an everyday analogy for {t}, and say where the analogy breaks down.",
@@ -46,40 +46,44 @@ _SUBJECT_FORMS = {
 }
 
 # %% ../nbs/12_text.ipynb #c5a75724
-_ACTIVITIES = """growing tomatoes on a balcony; learning to play the guitar; training for a first half marathon
-learning a new language; keeping a journal; organising a neighbourhood clean-up; setting up a home office
-planning a weekend hike; starting a book club; adopting a dog from a shelter; baking sourdough bread
-repairing a bicycle; moving to a new city; hosting a dinner for eight people; writing a first short story
+_ACTIVITIES = """growing tomatoes on a balcony; learning to play the guitar
+training for a first half marathon; learning a new language; keeping a journal
+organising a neighbourhood clean-up; setting up a home office; planning a weekend hike
+starting a book club; adopting a dog from a shelter; baking sourdough bread; repairing a bicycle
+moving to a new city; hosting a dinner for eight people; writing a first short story
 learning to swim as an adult; painting a room; building a small website; keeping bees
-preparing for a job interview; giving a talk to a large audience; composting kitchen scraps; knitting a scarf
-volunteering at a food bank; learning chess; camping with small children; restoring an old chair"""
+preparing for a job interview; giving a talk to a large audience; composting kitchen scraps
+knitting a scarf; volunteering at a food bank; learning chess; camping with small children
+restoring an old chair"""
 
 _ACTIVITY_FORMS = {
     "steps": "Give me step-by-step instructions for {t}.",
     "checklist": "Make a checklist for {t}. Group the items under short headings.",
     "mistakes": "What mistakes do beginners make when {t}? Explain how to avoid each one.",
-    "timetable": "Draw up a simple timetable for {t}, from the first day to the last.",
+    "timetable": "Draw up a simple timetable for {t}.",
     "email": "Write a friendly email to a friend who asked for advice on {t}.",
     "cost": "What costs are involved in {t}, and where can I save money?",
     "balance": "List the advantages and disadvantages of {t}.",
-    "interview": "Write a short interview with someone who has years of experience in {t}.",
+    "interview": "Write a short interview with someone who knows all about {t}.",
     "start": "I keep putting off {t}. Help me to get started today, in ten minutes.",
     "tools": "What do I need for {t}? Make a table with two columns: must have, nice to have.",
     "trouble": "What can go wrong when {t}, and how should I prepare for it?",
     "decide": "I have two free hours a week. Is {t} realistic for me? Think it through step by step.",
-    "review": "Write a short blog post in the first person about {t} for the first time.",
+    "review": "Write a short, personal blog post about {t}.",
 }
 
 # %% ../nbs/12_text.ipynb #131bb9e4
 _CHARACTERS = """a lighthouse keeper who finds a letter in a bottle; a robot that is afraid of the dark
-a baker whose bread makes people tell the truth; a girl who can talk to the wind; a retired detective with one last case
-a dragon who collects library books; a clockmaker who can stop time for one minute; a sailor lost in thick fog
+a baker whose bread makes people tell the truth; a girl who can talk to the wind
+a retired detective with one last case; a dragon who collects library books
+a clockmaker who can stop time for one minute; a sailor lost in thick fog
 a teacher at the first school on Mars; a cat who runs a small hotel; a boy who finds a door in a tree
-a musician who has lost her hearing; a king who wants to be a gardener; an astronaut who wakes up a year too late
-a postman in a village of ghosts; a painter whose pictures come alive at night; a chess player who never loses
-a fox who moves to the city; a scientist who invents a machine for dreams; a bus driver with a secret map
-an old fisherman and his talking parrot; a young doctor on a remote island; a thief who returns what he steals
-a twin who was never told about her sister"""
+a musician who has lost her hearing; a king who wants to be a gardener
+an astronaut who wakes up a year too late; a postman in a village of ghosts
+a painter whose pictures come alive at night; a chess player who never loses; a fox who moves to the city
+a scientist who invents a machine for dreams; a bus driver with a secret map
+an old fisherman and his talking parrot; a young doctor on a remote island
+a thief who returns what he steals; a twin who was never told about her sister"""
 
 _CHARACTER_FORMS = {
     "story": "Write a short story about {t}.",
@@ -92,18 +96,18 @@ _CHARACTER_FORMS = {
     "portrait": "Describe {t}: looks, habits, a fear and a secret.",
     "titles": "Suggest ten titles for a film about {t}, and say which one you like best.",
     "scene": "Write a short film scene about {t}, with stage directions.",
-    "chapters": "Outline a children's book about {t} in six chapters.",
+    "chapters": "Outline, in six chapters, a children's book about {t}.",
     "bedtime": "Tell a bedtime story about {t}. End with a gentle lesson.",
-    "mystery": "Start a story about {t} as a mystery: three clues, two suspects and no solution yet.",
+    "mystery": "Begin a mystery story about {t}. Give three clues and two suspects, but no solution yet.",
 }
 
 # %% ../nbs/12_text.ipynb #3eb7a9be
-_CHOICES = """tea|coffee; trains|planes; cats|dogs; novels|films; city life|country life; solar power|wind power
-renting a home|buying a home; Python|JavaScript; paper books|e-books; working from home|working in an office
-relational databases|document databases; running|swimming; the violin|the piano; debit cards|credit cards
-laptops|desktop computers; group work|working alone; summer holidays|winter holidays; email|phone calls
-cooking at home|eating out; bicycles|electric scooters; open-source software|commercial software
-board games|video games"""
+_CHOICES = """tea|coffee; trains|planes; cats|dogs; novels|films; city life|country life
+solar power|wind power; renting a home|buying a home; Python|JavaScript; paper books|e-books
+working from home|working in an office; relational databases|document databases; running|swimming
+the violin|the piano; debit cards|credit cards; laptops|desktop computers; group work|working alone
+summer holidays|winter holidays; email|phone calls; cooking at home|eating out; bicycles|electric scooters
+open-source software|commercial software; board games|video games"""
 
 _CHOICE_FORMS = {
     "table": "Compare {a} and {b} in a table with five rows.",
@@ -118,14 +122,17 @@ _CHOICE_FORMS = {
 }
 
 # %% ../nbs/12_text.ipynb #4984de86
-_TASKS = """reverse a linked list; count how often each word occurs in a text; check whether a string is a palindrome
-find the second largest number in a list; merge two sorted lists; remove duplicates from a list and keep the order
-find the shortest path in a grid with walls; parse a CSV line with quoted fields; validate an email address
-convert Roman numerals to integers; group words that are anagrams of each other; compute the n-th Fibonacci number
-flatten a nested list; find all prime numbers below n; rotate a matrix by 90 degrees; balance brackets in an expression
-implement a queue with two stacks; search in a sorted array; find the longest common prefix of some strings
-cache the results of an expensive call; compute a moving average; detect a cycle in a linked list
-format a number of seconds as hours, minutes and seconds; split a bill fairly among friends; shuffle a deck of cards"""
+_TASKS = """reverse a linked list; count how often each word occurs in a text
+check whether a string is a palindrome; find the second largest number in a list; merge two sorted lists
+remove duplicates from a list and keep the order; find the shortest path in a grid with walls
+parse a CSV line with quoted fields; validate an email address; convert Roman numerals to integers
+group words that are anagrams of each other; compute the n-th Fibonacci number; flatten a nested list
+find all prime numbers below n; rotate a matrix by 90 degrees; balance brackets in an expression
+implement a queue with two stacks; search in a sorted array
+find the longest common prefix of some strings; cache the results of an expensive call
+compute a moving average; detect a cycle in a linked list
+format a number of seconds as hours, minutes and seconds; split a bill fairly among friends
+shuffle a deck of cards"""
 
 _TASK_FORMS = {
     "python": "Write a Python function to {t}. Add a docstring and an example call.",
@@ -143,50 +150,66 @@ _TASK_FORMS = {
 
 # %% ../nbs/12_text.ipynb #4060a7f9
 _PASSAGES = {
-    "ferry": "The ferry to the island runs twice a day in winter and six times a day in summer. When the wind is too"
-             " strong, the captain cancels the trip and the islanders wait, often with a pot of soup in the harbour café.",
-    "library": "Our town library will close for repairs from March to June. During this time, books can be borrowed"
-               " from a bus that stops at the market every Tuesday and Friday. All loans are extended until July.",
-    "battery": "A new battery made of iron and salt water has passed its first field test. It is heavier than the"
-               " usual kind, but it costs a third as much and cannot catch fire. Its makers want to use it on farms.",
-    "orchard": "For eighty years the Lindqvist family grew apples on the hill. Last spring a late frost killed the"
-               " blossom on nine trees out of ten. This year they planted walnuts between the rows, just in case.",
-    "meeting": "We met on Monday to talk about the delay. Rosa will ask the supplier for a new date, Ken will move the"
-               " training to May, and I will tell the customer. We meet again on Thursday at ten.",
-    "whale": "Researchers followed a humpback whale for 300 days with a small transmitter. It swam more than 16,000"
-             " kilometres, rested in only two bays, and passed within sight of four large ports.",
-    "recipe": "Cook the lentils for twenty minutes. Meanwhile fry the onions until they are golden, add garlic, cumin"
-              " and tomatoes, and let the sauce thicken. Mix everything, season with lemon and serve with rice.",
-    "review": "The room was clean and the staff were kind, but the street outside was loud until two in the morning."
-              " Breakfast was good if you came early. For the price we would stay again, with earplugs.",
+    "ferry": "The ferry to the island runs twice a day in winter and six times a day in summer. When the"
+             " wind is too strong, the captain cancels the trip and the islanders wait, often with a pot"
+             " of soup in the harbour café.",
+    "library": "Our town library will close for repairs from March to June. During this time, books can be"
+               " borrowed from a bus that stops at the market every Tuesday and Friday. All loans are"
+               " extended until July.",
+    "battery": "A new battery made of iron and salt water has passed its first field test. It is heavier"
+               " than the usual kind, but it costs a third as much and cannot catch fire. Its makers want"
+               " to use it on farms.",
+    "orchard": "For eighty years the Lindqvist family grew apples on the hill. Last spring a late frost"
+               " killed the blossom on nine trees out of ten. This year they planted walnuts between the"
+               " rows, just in case.",
+    "meeting": "We met on Monday to talk about the delay. Rosa will ask the supplier for a new date, Ken"
+               " will move the training to May, and I will tell the customer. We meet again on Thursday at"
+               " ten.",
+    "whale": "Researchers followed a humpback whale for 300 days with a small transmitter. It swam more"
+             " than 16,000 kilometres, rested in only two bays, and passed within sight of four large"
+             " ports.",
+    "recipe": "Cook the lentils for twenty minutes. Meanwhile fry the onions until they are golden, add"
+              " garlic, cumin and tomatoes, and let the sauce thicken. Mix everything, season with lemon"
+              " and serve with rice.",
+    "review": "The room was clean and the staff were kind, but the street outside was loud until two in"
+              " the morning. Breakfast was good if you came early. For the price we would stay again, with"
+              " earplugs.",
 }
 
 # %% ../nbs/12_text.ipynb #5537cdc3
 _PASSAGES |= {
-    "bridge": "The old bridge carried carts, then trams, then forty thousand cars a day. Engineers found cracks in two"
-              " of its arches last year. The city must now choose between a costly repair and a new bridge downstream.",
-    "memory": "People who slept after learning a list of words remembered more of them than people who stayed awake."
-              " The effect was strongest for words learned just before bedtime. Naps helped too, though less.",
-    "club": "The chess club has grown from six to fifty members since it moved to the café. Beginners play on"
-            " Wednesdays, tournaments are held on the last Sunday of the month, and the first visit is free.",
-    "complaint": "I ordered a lamp on 2 May and it arrived on 20 May with a broken shade. Your hotline kept me waiting"
-                 " for forty minutes and then cut me off. Please send a new shade or return my money.",
-    "desert": "At noon the desert looks empty. At night it fills up: beetles drink the fog, foxes listen for mice"
-              " under the sand, and flowers that open only once a year wait for a single moth.",
-    "school": "From September, the school day will start at nine instead of eight. The head teacher says that tired"
-              " pupils learn little. Some parents are pleased, others do not know how to get to work on time.",
-    "software": "Version 4 of the program opens large files twice as fast and no longer needs an account. Two old"
-                " export formats are gone. Users should save a copy of their settings before they update.",
-    "market": "Every Saturday the market smells of oranges, fish and fresh bread. The woman at the corner stall has"
-              " sold the same three cheeses since 1981, and she still lets children try a piece for free.",
+    "bridge": "The old bridge carried carts, then trams, then forty thousand cars a day. Engineers found"
+              " cracks in two of its arches last year. The city must now choose between a costly repair"
+              " and a new bridge downstream.",
+    "memory": "People who slept after learning a list of words remembered more of them than people who"
+              " stayed awake. The effect was strongest for words learned just before bedtime. Naps helped"
+              " too, though less.",
+    "club": "The chess club has grown from six to fifty members since it moved to the café. Beginners play"
+            " on Wednesdays, tournaments are held on the last Sunday of the month, and the first visit is"
+            " free.",
+    "complaint": "I ordered a lamp on 2 May and it arrived on 20 May with a broken shade. Your hotline"
+                 " kept me waiting for forty minutes and then cut me off. Please send a new shade or"
+                 " return my money.",
+    "desert": "At noon the desert looks empty. At night it fills up: beetles drink the fog, foxes listen"
+              " for mice under the sand, and flowers that open only once a year wait for a single moth.",
+    "school": "From September, the school day will start at nine instead of eight. The head teacher says"
+              " that tired pupils learn little. Some parents are pleased, others do not know how to get to"
+              " work on time.",
+    "software": "Version 4 of the program opens large files twice as fast and no longer needs an account."
+                " Two old export formats are gone. Users should save a copy of their settings before they"
+                " update.",
+    "market": "Every Saturday the market smells of oranges, fish and fresh bread. The woman at the corner"
+              " stall has sold the same three cheeses since 1981, and she still lets children try a piece"
+              " for free.",
 }
 
+# %% ../nbs/12_text.ipynb #61fc4aa0
 _PASSAGE_FORMS = {
     "summary": "Summarise this text in one sentence.",
     "bullets": "Turn this text into three or four bullet points.",
     "title": "Suggest three titles for this text, from sober to playful.",
     "formal": "Rewrite this text in a formal style.",
-    "simple": "Rewrite this text for a reader of eight years.",
+    "simple": "Rewrite this text for an eight-year-old.",
     "questions": "Write three questions that can be answered from this text, with the answers.",
     "continue": "Continue this text in the same tone with one more paragraph.",
     "french": "Translate this text into French.",
@@ -196,11 +219,12 @@ _PASSAGE_FORMS = {
     "shorten": "Make this text half as long without losing a fact.",
 }
 
-# %% ../nbs/12_text.ipynb #775d2f59
-_GOODS = """Mara|bread rolls|tray|trays; Tomas|marbles|bag|bags; Aisha|tomatoes|crate|crates; Ben|pencils|box|boxes
-Lucia|stickers|packet|packets; Viktor|eggs|carton|cartons; Hana|books|shelf|shelves; Omar|candles|box|boxes
-Greta|tulip bulbs|bag|bags; Kofi|postcards|pack|packs; Nadia|oranges|basket|baskets; Emil|bolts|tin|tins
-Priya|buttons|jar|jars; Sam|photographs|album|albums; Yuki|paper cranes|string|strings"""
+# %% ../nbs/12_text.ipynb #ade186c3
+_GOODS = """Mara|bread rolls|tray|trays; Tomas|marbles|bag|bags; Aisha|tomatoes|crate|crates
+Ben|pencils|box|boxes; Lucia|stickers|packet|packets; Viktor|eggs|carton|cartons
+Hana|books|parcel|parcels; Omar|candles|box|boxes; Greta|tulip bulbs|bag|bags; Kofi|postcards|pack|packs
+Nadia|oranges|basket|baskets; Emil|bolts|tin|tins; Priya|buttons|jar|jars; Sam|tea bags|tin|tins
+Yuki|paper cranes|box|boxes"""
 
 
 def _word_problem_numbers(rng: random.Random) -> dict:
@@ -210,71 +234,80 @@ def _word_problem_numbers(rng: random.Random) -> dict:
     counts = [rng.randint(8, 40) for _ in range(5)]
     return {
         "a": a, "b": b, "c": c, "product": a * b, "shared": a * b + rng.randint(1, b - 1), "minutes": 5 * c,
-        "percent": rng.choice([10, 20, 25, 30, 50]), "price": 4 * rng.randint(3, 12), "gain": rng.choice([10, 15, 25]),
+        "percent": rng.choice([10, 20, 25, 30, 50]), "price": 4 * rng.randint(3, 12),
+        "gain": rng.choice([10, 15, 25]),
         "small": small, "large": large, "ratio_total": (small + large) * a, "first": rng.randint(4, 15),
         "counts": ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}", "damaged": rng.randint(2, a // 2),
         "sum": 2 * a + b, "wrong": a * b + rng.choice([-10, -2, 2, 10, a]), "hour": rng.randint(8, 10),
         "more": a + c,
     }
 
-# %% ../nbs/12_text.ipynb #ade186c3
+# %% ../nbs/12_text.ipynb #c5a79ebc
 _MATHS_FORMS = {
-    "multiply": "{name} fills {a} {boxes} with {b} {items} each. How many {items} is that in all? Show your working.",
-    "share": "{name} shares {shared} {items} equally among {b} friends. How many does each friend get, and how many"
-             " are left over?",
-    "discount": "One {box} of {items} costs {price} dollars. {name} buys {b} {boxes} and gets {percent} % off the"
-                " whole bill. How much is there to pay?",
-    "average": "{name} counted {items} on five days: {counts}. What is the average per day? Which day is furthest"
-               " from it?",
-    "rate": "{name} can sort {a} {items} in {minutes} minutes. At that pace, how many {items} are sorted in two hours?",
-    "ratio": "{name} has {ratio_total} {items}, small and large ones in the ratio {small} to {large}. How many of each"
-             " are there?",
-    "two-step": "{name} starts with {product} {items}, gives away {more} of them, and then gets {c} {boxes} of {b}"
-                " more. How many {items} are there at the end?",
-    "profit": "{name} buys {items} at {price} cents each and sells them at {gain} cents more than that. What is the"
-              " profit on {product} {items}, in dollars?",
-    "chance": "Of {a} {items}, {damaged} are damaged. {name} picks one at random. What is the chance that it is not"
-              " damaged? Give a fraction and a percentage.",
-    "sequence": "{name} collects {first} {items} on the first day, and every day {c} more than on the day before."
-                " How many on day {b}? How many in those {b} days together?",
-    "equation": "{name} and a friend have {sum} {items} together. {name} has {b} more than the friend. Set up an"
-                " equation and find out how many each has.",
-    "clock": "Packing one {box} of {items} takes {minutes} minutes. {name} starts at {hour}:15 and packs {b} {boxes}"
-             " without a break. When is the work done?",
-    "check": "{name} claims that {a} {boxes} of {b} {items} make {wrong} {items}. Is that right? Check it step by step.",
-    "invent": "Invent a word problem about {name} and {product} {items} that needs both subtraction and division, and"
-              " solve it.",
+    "multiply": "{name} fills {a} {boxes} with {b} {items} each. How many {items} is that in all? Show"
+                " your working.",
+    "share": "{name} shares {shared} {items} equally among {b} friends. How many does each friend get, and"
+             " how many are left over?",
+    "discount": "One {box} of {items} costs {price} dollars. {name} buys {b} {boxes} and gets {percent} %"
+                " off the whole bill. How much is there to pay?",
+    "average": "{name} counted {items} on five days: {counts}. What is the average per day? Which day is"
+               " furthest from it?",
+    "rate": "{name} can sort {a} {items} in {minutes} minutes. At that pace, how many {items} are sorted"
+            " in two hours?",
+    "ratio": "{name} has {ratio_total} {items}, small and large ones in the ratio {small} to {large}. How"
+             " many of each are there?",
+    "two-step": "{name} starts with {product} {items}, gives away {more} of them, and then gets {c}"
+                " {boxes} of {b} more. How many {items} are there at the end?",
+    "profit": "{name} buys {items} at {price} cents each and sells them at {gain} cents more than that."
+              " What is the profit on {product} {items}, in dollars?",
+    "chance": "Of {a} {items}, {damaged} are damaged. {name} picks one at random. What is the chance that"
+              " it is not damaged? Give a fraction and a percentage.",
+    "sequence": "{name} collects {first} {items} on the first day, and every day {c} more than on the day"
+                " before. How many on day {b}? How many in those {b} days together?",
+    "equation": "{name} and a friend have {sum} {items} together. {name} has {b} more than the friend. Set"
+                " up an equation and find out how many each has.",
+    "clock": "Packing one {box} of {items} takes {minutes} minutes. {name} starts at {hour}:15 and packs"
+             " {b} {boxes} without a break. When is the work done?",
+    "check": "{name} claims that {a} {boxes} of {b} {items} make {wrong} {items}. Is that right? Check it"
+             " step by step.",
+    "invent": "Invent a word problem about {name} and {product} {items} that needs both subtraction and"
+              " division, and solve it.",
 }
 
-# %% ../nbs/12_text.ipynb #a54dbb88
+# %% ../nbs/12_text.ipynb #ac4e0797
 _GROUPS = """Ana, Bo, Cleo, Dan|choir|singing|silver bell; Eva, Finn, Gus, Hal|rowing club|rowing|blue oar
 Iris, Jon, Kim, Leo|theatre group|acting|velvet hat; Mia, Ned, Olga, Paul|chess club|chess|ivory queen
-Quinn, Rita, Sven, Tess|cooking class|cooking|copper pan; Uma, Vic, Wen, Xenia|hiking group|hiking|old compass
-Yara, Zeno, Abel, Bea|orchestra|music|conductor's baton; Carl, Dora, Egon, Fay|pottery class|pottery|green vase
-Gina, Hugo, Ines, Jack|swimming team|swimming|gold medal; Kira, Luis, Maud, Nils|book club|reading|signed novel
-Otto, Pia, Raj, Sue|film club|cinema|wooden camera; Tara, Ugo, Vera, Walt|dance class|dancing|red shoes
-Alma, Bruno, Clara, Dev|garden club|gardening|brass key; Ella, Fritz, Gita, Hans|science club|science|glass prism"""
+Quinn, Rita, Sven, Tess|cooking class|cooking|copper pan
+Uma, Vic, Wen, Xenia|hiking group|hiking|old compass
+Yara, Zeno, Abel, Bea|orchestra|music|conductor's baton
+Carl, Dora, Egon, Fay|pottery class|pottery|green vase
+Gina, Hugo, Ines, Jack|swimming team|swimming|gold medal
+Kira, Luis, Maud, Nils|book club|reading|signed novel; Otto, Pia, Raj, Sue|film club|cinema|wooden camera
+Tara, Ugo, Vera, Walt|dance class|dancing|red shoes
+Alma, Bruno, Clara, Dev|garden club|gardening|brass key
+Ella, Fritz, Gita, Hans|science club|science|glass prism"""
 
 _LOGIC_FORMS = {
-    "order": "{p} is older than {q}. {r} is younger than {q}. {s} is older than {p}. Put the four in order from the"
-             " oldest to the youngest, and explain how you found it.",
-    "seats": "{p}, {q}, {r} and {s} sit in a row. {p} is at the left end. {q} sits next to {p}. {s} is not at the"
-             " right end. Where does each of them sit?",
-    "weekday": "Today is {day}. The {club} of {p} and {q} meets again in {days} days. On which day of the week is"
-               " that? Explain how you worked it out.",
-    "certain": "Everyone in the {club} likes {hobby}. {p} does not like {hobby}. {q} likes {hobby}. What can you say"
-               " for certain about {p}, and what about {q}?",
-    "thief": "The {thing} is missing, and either {p}, {q} or {r} took it. {p} says: \"{q} took it.\" {q} says: \"{p}"
-             " is lying.\" {r} says: \"It was not me.\" Only one of them tells the truth. Who took it?",
-    "walk": "{p} leaves the {club}, walks {x} km north, then {y} km east, then {x} km south. How far is {p} from the"
-            " {club} now, and in which direction?",
-    "meeting": "{p} is free on {day}, {day2} and {day3}. {q} is free on {day2}, {day3} and {day4}. {r} is free on"
-               " {day}, {day3} and {day4}. On which day can all three meet?",
-    "relation": "{p} is the mother of {q}. {q} and {r} are brother and sister. {s} is the daughter of {r}. How is {p}"
-                " related to {s}? Explain each step.",
+    "order": "{p} is older than {q}. {r} is younger than {q}. {s} is older than {p}. Put the four in order"
+             " from the oldest to the youngest, and explain how you found it.",
+    "seats": "{p}, {q}, {r} and {s} sit in a row. {p} is at the left end. {q} sits next to {p}. {s} is not"
+             " at the right end. Where does each of them sit?",
+    "weekday": "Today is {day}. The {club} of {p} and {q} meets again in {days} days. On which day of the"
+               " week is that? Explain how you worked it out.",
+    "certain": "Everyone in the {club} likes {hobby}. {p} does not like {hobby}. {q} likes {hobby}. What"
+               " can you say for certain about {p}, and what about {q}?",
+    "thief": "The {thing} is missing, and either {p}, {q} or {r} took it. {p} says: \"{q} took it.\" {q}"
+             " says: \"{p} is lying.\" {r} says: \"It was not me.\" Only one of them tells the truth. Who"
+             " took it?",
+    "walk": "After a meeting of the {club}, {p} walks {x} km north, then {y} km east, then {x} km south."
+            " How far is {p} from the meeting place now, and in which direction is it?",
+    "meeting": "{p} is free on {day}, {day2} and {day3}. {q} is free on {day2}, {day3} and {day4}. {r} is"
+               " free on {day}, {day3} and {day4}. On which day can all three meet?",
+    "relation": "{p} is the mother of {q}. {q} and {r} are brother and sister. {s} is the daughter of {r}."
+                " How is {p} related to {s}? Explain each step.",
 }
 
-
+# %% ../nbs/12_text.ipynb #6c989ead
 def _logic_words(rng: random.Random, people: list) -> dict:
     "Draw the names, days and distances of one puzzle."
     week = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
@@ -284,7 +317,7 @@ def _logic_words(rng: random.Random, people: list) -> dict:
     return {"p": p, "q": q, "r": r, "s": s, "day": day, "day2": day2, "day3": day3, "day4": day4,
             "days": rng.randint(9, 40), "x": rng.randint(2, 9), "y": rng.randint(2, 9)}
 
-# %% ../nbs/12_text.ipynb #825ae182
+# %% ../nbs/12_text.ipynb #af66f611
 @dataclass(frozen=True)
 class Prompt:
     "One question for the target."
@@ -309,27 +342,31 @@ def _slug(phrase: str) -> str:
     "Return the phrase as lower-case words joined by hyphens."
     return re.sub(r"[^a-z0-9]+", "-", phrase.lower()).strip("-")
 
-# %% ../nbs/12_text.ipynb #70aec44f
+# %% ../nbs/12_text.ipynb #cc885c2a
 def _texts():
     "Yield (form, topic, text) of every prompt."
-    for kind, table, forms in [("subject", _SUBJECTS, _SUBJECT_FORMS), ("activity", _ACTIVITIES, _ACTIVITY_FORMS),
-                               ("character", _CHARACTERS, _CHARACTER_FORMS), ("code", _TASKS, _TASK_FORMS)]:
+    tables = {"subject": (_SUBJECTS, _SUBJECT_FORMS), "activity": (_ACTIVITIES, _ACTIVITY_FORMS),
+              "character": (_CHARACTERS, _CHARACTER_FORMS), "code": (_TASKS, _TASK_FORMS)}
+    for kind, (table, forms) in tables.items():
         for topic in _entries(table):
-            yield from ((f"{kind}-{form}", _slug(topic), text.format(t=topic)) for form, text in forms.items())
+            for form, text in forms.items():
+                yield f"{kind}-{form}", _slug(topic), text.format(t=topic)
     for first, second in (entry.split("|") for entry in _entries(_CHOICES)):
         for form, text in _CHOICE_FORMS.items():
             yield f"choice-{form}", f"{_slug(first)}-or-{_slug(second)}", text.format(a=first, b=second)
     for topic, passage in _PASSAGES.items():
-        yield from ((f"text-{form}", topic, f"{task}\n\n{passage}") for form, task in _PASSAGE_FORMS.items())
+        for form, task in _PASSAGE_FORMS.items():
+            yield f"text-{form}", topic, f"{task}\n\n{passage}"
     yield from _numbered_texts()
 
 
 def _numbered_texts():
     "Yield (form, topic, text) of the prompts with numbers and names of their own."
     for name, items, box, boxes in (entry.split("|") for entry in _entries(_GOODS)):
+        goods = {"name": name, "items": items, "box": box, "boxes": boxes}
         for form, text in _MATHS_FORMS.items():
             numbers = _word_problem_numbers(random.Random(f"maths-{form}/{_slug(items)}"))
-            yield f"maths-{form}", _slug(items), text.format(name=name, items=items, box=box, boxes=boxes, **numbers)
+            yield f"maths-{form}", _slug(items), text.format(**goods, **numbers)
     for people, club, hobby, thing in (entry.split("|") for entry in _entries(_GROUPS)):
         for form, text in _LOGIC_FORMS.items():
             words = _logic_words(random.Random(f"logic-{form}/{_slug(club)}"), people.split(", "))
@@ -346,7 +383,7 @@ def _with_splits() -> tuple:
     held = {id for id, _, _, form in texts if id == lowest[form] or _hash(id) < 0.1 * 2**64}
     return tuple(Prompt(*fields, split="heldout" if fields[0] in held else "train") for fields in texts)
 
-# %% ../nbs/12_text.ipynb #2e1cdd5e
+# %% ../nbs/12_text.ipynb #0eb3f822
 def _balanced(pool: list, seed: int) -> list:
     "Order prompts of one kind so that any beginning uses its forms and topics evenly."
     pool = sorted(pool, key=lambda prompt: _hash(seed, prompt.id))
@@ -373,7 +410,7 @@ def _ordered(split: str | None, seed: int) -> tuple:
         placed += [((i + 0.5) / len(order), kind, prompt) for i, prompt in enumerate(order)]
     return tuple(prompt for _, _, prompt in sorted(placed, key=lambda entry: entry[:2]))
 
-# %% ../nbs/12_text.ipynb #cc885c2a
+# %% ../nbs/12_text.ipynb #a920a787
 def prompts(
     count: int | None = None,  # how many, from the front of the order; None for all
     split: str | None = None,  # "train", "heldout", or None for both
@@ -386,13 +423,13 @@ def prompts(
     if count is None:
         return list(everything)
     if count < 1:
-        raise ValueError(f"count is {count}; expected at least 1; leave it out for all {len(everything)} prompts")
+        raise ValueError(f"count is {count}; expected at least 1, or None for all {len(everything)}")
     if count > len(everything):
-        raise ValueError(f"{count} prompts asked for; {split or 'both splits'} has {len(everything)}; ask for at most"
-                         " that many or pass prompts of your own")
+        raise ValueError(f"{count} prompts asked for; {split or 'both splits'} has {len(everything)};"
+                         " ask for at most that many or pass prompts of your own")
     return list(everything[:count])
 
-# %% ../nbs/12_text.ipynb #4414bf59
+# %% ../nbs/12_text.ipynb #58782ea0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
@@ -405,11 +442,12 @@ def load_tokenizer(
     if not path.is_dir():
         raise FileNotFoundError(f"no folder {path}; expected a local checkpoint; download the model first")
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
-        raise FileNotFoundError(f"{path} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}; copy the"
-                                " tokenizer files from the original checkpoint")
+        raise FileNotFoundError(f"{path} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)};"
+                                " copy the tokenizer files from the original checkpoint")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer in {path} has no chat template; expected that of a chat model; set"
                          " tokenizer.chat_template or use the instruction-tuned checkpoint")
@@ -424,7 +462,7 @@ def template_fingerprint(
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-# %% ../nbs/12_text.ipynb #fe999cc0
+# %% ../nbs/12_text.ipynb #0698527e
 def _render(tokenizer, messages: list, generation_prompt: bool = False) -> str:
     "Return the conversation as the template writes it."
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
@@ -444,7 +482,7 @@ def prompt_tokens(
         raise ValueError("the prompt is blank; expected a message; drop empty prompts from the list")
     return _ids(tokenizer, _render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True))
 
-# %% ../nbs/12_text.ipynb #d2ba2906
+# %% ../nbs/12_text.ipynb #bdaecaaf
 @dataclass(frozen=True)
 class Sample:
     "One conversation as token ids."
@@ -455,8 +493,8 @@ class Sample:
 
     def __post_init__(self):
         if len(self.tokens) != len(self.loss_mask):
-            raise ValueError(f"sample {self.id!r} has {len(self.tokens)} tokens and {len(self.loss_mask)} mask flags;"
-                             " expected one flag per token")
+            raise ValueError(f"sample {self.id!r} has {len(self.tokens)} tokens and {len(self.loss_mask)}"
+                             " mask flags; expected one flag per token")
 
 
 def check_mask(
@@ -466,23 +504,24 @@ def check_mask(
     if len(mask) == 0:
         raise ValueError("the mask is empty; expected one flag per token; drop empty documents")
     if not any(mask):
-        raise ValueError(f"none of the {len(mask)} tokens is in the answer; expected at least one; was the answer cut"
-                         " off by a length limit, or does the template lack its assistant turn?")
+        raise ValueError(f"none of the {len(mask)} tokens is in the answer; expected at least one; was the"
+                         " answer cut off by a length limit, or does the template lack its assistant turn?")
     if all(mask):
-        raise ValueError(f"all {len(mask)} tokens are in the answer; expected a prompt before it; a mask of only ones"
-                         " trains the drafter on text the target never writes")
+        raise ValueError(f"all {len(mask)} tokens are in the answer; expected a prompt before it; a mask of"
+                         " only ones trains the drafter on text the target never writes")
     return mask
 
-# %% ../nbs/12_text.ipynb #25af711c
+# %% ../nbs/12_text.ipynb #2728a9cd
 def _check_prefix(whole: str, prefix: str, turn: int) -> None:
     "Refuse a rendered prefix that is not the beginning of the whole conversation."
     if whole.startswith(prefix):
         return
     at = next((i for i, (a, b) in enumerate(zip(whole, prefix)) if a != b), min(len(whole), len(prefix)))
     near = slice(max(0, at - 20), at + 20)
-    raise ValueError(f"the template renders turn {turn} differently once more turns follow: at character {at} the whole"
-                     f" conversation has {whole[near]!r}, the prefix has {prefix[near]!r}; expected a template that"
-                     " only appends; use one with {% generation %} marks, or one answer per conversation")
+    raise ValueError(f"turn {turn}: the text rendered up to here is not how the whole conversation begins; at"
+                     f" character {at} they part: {prefix[near]!r} here, {whole[near]!r} in the whole;"
+                     " expected a template that only appends; use one with {% generation %} marks, or split"
+                     " the conversation so that each has one answer")
 
 
 def _special_texts(tokenizer) -> tuple:
@@ -496,7 +535,7 @@ def _without_tail(tokenizer, answer: str) -> str:
     stripped = answer.rstrip()
     return stripped if stripped.endswith(_special_texts(tokenizer)) else answer
 
-# %% ../nbs/12_text.ipynb #e1ee1a81
+# %% ../nbs/12_text.ipynb #018be5dd
 def _spans_by_prefixes(tokenizer, messages: list, whole: str) -> list:
     "Find each answer by rendering the conversation up to it."
     spans = []
@@ -512,21 +551,21 @@ def _spans_by_prefixes(tokenizer, messages: list, whole: str) -> list:
 
 def _spans_by_marks(tokenizer, messages: list, whole: str) -> list:
     "Find each answer by the template's generation marks."
-    # The function behind apply_chat_template (transformers 5.19.0): its own token mask loses the last tokens of an
-    # answer that ends in a character of several tokens, and needs a fast tokenizer.
+    # The function behind apply_chat_template (transformers 5.19.0), whose own mask needs a fast tokenizer and
+    # loses tokens where an answer ends in a character of several tokens.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _, marks = render_jinja_template([messages], chat_template=tokenizer.get_chat_template(),
                                      return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
-    spans = []
+    spans, ends = [], sorted(_special_texts(tokenizer), key=len, reverse=True)
     for start, stop in marks[0]:
         answer = _without_tail(tokenizer, whole[start:stop])
-        if not answer.endswith(ends := _special_texts(tokenizer)):  # marks that stop before the end-of-turn token
-            answer += next((end for end in sorted(ends, key=len, reverse=True) if whole.startswith(end, stop)), "")
+        if not answer.endswith(tuple(ends)):  # marks that stop before the end-of-turn token
+            answer += next((end for end in ends if whole.startswith(end, stop)), "")
         spans.append((start, start + len(answer)))
     return spans
 
-
+# %% ../nbs/12_text.ipynb #a73d231d
 def _tokenize_spans(tokenizer, whole: str, spans: list) -> tuple:
     "Return the tokens of the text, and the mask that is true inside the spans."
     tokens, mask, done = [], [], 0
@@ -535,12 +574,12 @@ def _tokenize_spans(tokenizer, whole: str, spans: list) -> tuple:
         so_far = _ids(tokenizer, whole[:stop])
         if so_far[:len(tokens)] == tokens:
             new = so_far[len(tokens):]
-        else:  # a token would span the boundary; decoding starts the answer afresh there, so the ids are split as well
+        else:  # a token would span the boundary, where decoding starts the answer afresh: split there as well
             new = _ids(tokenizer, whole[done:stop])
         tokens, mask, done = tokens + new, mask + [in_answer] * len(new), stop
     return tokens, mask
 
-# %% ../nbs/12_text.ipynb #2728a9cd
+# %% ../nbs/12_text.ipynb #b281c0f0
 def _check_messages(messages: list) -> None:
     "Refuse a conversation without an answer or without anything before it."
     if not messages:
@@ -551,7 +590,7 @@ def _check_messages(messages: list) -> None:
     if "assistant" not in roles:
         raise ValueError(f"the roles are {roles}; expected at least one 'assistant' turn to learn from")
     if roles[0] == "assistant":
-        raise ValueError("the conversation starts with the assistant; expected a user or system turn before it")
+        raise ValueError("the conversation starts with the assistant; expected a user turn before it")
 
 
 def encode(
@@ -568,7 +607,7 @@ def encode(
     id = id or hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:12]
     return Sample(id, tokens, check_mask(mask), finished=messages[-1]["role"] == "assistant")
 
-# %% ../nbs/12_text.ipynb #018be5dd
+# %% ../nbs/12_text.ipynb #d0612c27
 class TokenView:
     "Tokens as coloured boxes in a notebook, as a one-line summary elsewhere."
 
@@ -583,7 +622,8 @@ class TokenView:
 
 
 _TOKEN_STYLE = "padding:1px 0;margin:0 1px 0 0;border-radius:3px;border-bottom:2px solid "
-_TOKEN_COLOURS = {True: "#2f9e44;background:rgba(64,192,87,.28)", False: "transparent;background:rgba(134,142,150,.18)"}
+_TOKEN_COLOURS = {True: "#2f9e44;background:rgba(64,192,87,.28)",
+                  False: "transparent;background:rgba(134,142,150,.18)"}
 
 
 def _token_text(tokenizer, token: int) -> str:
@@ -599,7 +639,7 @@ def _token_box(text: str, position: int, token: int, in_answer: bool) -> str:
     return (f'<span title="position {position}, id {token}, {where}"'
             f' style="{_TOKEN_STYLE}{_TOKEN_COLOURS[in_answer]}">{shown}</span>')
 
-# %% ../nbs/12_text.ipynb #cf2c79ec
+# %% ../nbs/12_text.ipynb #b61c2866
 def show_tokens(
     tokenizer,  # to turn ids back into text
     tokens: list[int],  # T token ids
@@ -614,11 +654,11 @@ def show_tokens(
     summary = f"{len(tokens)} tokens, {sum(mask)} of them in the answer"
     legend = "".join(f'<span style="{_TOKEN_STYLE}{_TOKEN_COLOURS[flag]}">&nbsp;{name}&nbsp;</span> '
                      for flag, name in ((True, "answer"), (False, "prompt")))
-    markup = (f'<div style="font-size:.85em;margin-bottom:.4em">{legend} {summary}</div>'
-              f'<div style="font-family:monospace;white-space:pre-wrap;line-height:1.8">{"".join(boxes)}</div>')
-    return TokenView(markup, summary)
+    head = f'<div style="font-size:.85em;margin-bottom:.4em">{legend} {summary}</div>'
+    body = f'<div style="font-family:monospace;white-space:pre-wrap;line-height:1.8">{"".join(boxes)}</div>'
+    return TokenView(head + body, summary)
 
-# %% ../nbs/12_text.ipynb #bf1a75dd
+# %% ../nbs/12_text.ipynb #98eb7755
 def count_tokens(
     samples: list[Sample],  # at least one
     vocab_size: int,  # V, the rows of the target's output layer
@@ -628,8 +668,8 @@ def count_tokens(
     for number, sample in enumerate(samples, start=1):
         tokens = np.asarray(sample.tokens, dtype=np.int64)[np.asarray(sample.loss_mask, dtype=bool)]
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
-            raise ValueError(f"sample {sample.id!r} has token ids from {tokens.min()} to {tokens.max()}; expected 0 to"
-                             f" {vocab_size - 1}; is the tokenizer that of the target?")
+            raise ValueError(f"sample {sample.id!r} has token ids from {tokens.min()} to {tokens.max()};"
+                             f" expected 0 to {vocab_size - 1}; is the tokenizer that of the target?")
         counts += np.bincount(tokens, minlength=vocab_size)
     if number == 0:
         raise ValueError("the list of samples is empty; expected at least one; make answers first")
@@ -649,7 +689,7 @@ class DraftVocab:
         return (f"DraftVocab({size:,} of {len(self.t2d):,} tokens, coverage {self.coverage:.2%},"
                 f" {self.seen:,} seen, {size - self.seen:,} filled)")
 
-# %% ../nbs/12_text.ipynb #6d4ed875
+# %% ../nbs/12_text.ipynb #1abfc1c7
 def draft_vocab(
     counts: np.ndarray,  # [V] answer-token frequencies, as from `count_tokens`
     size: int,  # Vd, tokens to keep: 1 to V
@@ -659,12 +699,12 @@ def draft_vocab(
 
     counts = np.asarray(counts)
     if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
-        raise ValueError(f"counts are {counts.dtype} of shape {counts.shape}; expected one non-negative integer per"
-                         " target token, as from count_tokens")
+        raise ValueError(f"counts are {counts.dtype} of shape {counts.shape}; expected one non-negative"
+                         " integer per target token, as from count_tokens")
     if not 1 <= size <= len(counts):
-        raise ValueError(f"draft vocabulary of {size} tokens; expected 1 to {len(counts)}, the target's vocabulary")
+        raise ValueError(f"draft vocabulary of {size} tokens; expected 1 to {len(counts)}, the target's size")
     if not counts.any():
-        raise ValueError("no answer token was counted; expected counts over the target's answers; check the loss masks")
+        raise ValueError("no answer token was counted; expected counts over answers; check the loss masks")
     # stable sort on falling counts: ties, the zeros among them, stay in order of id
     kept = np.sort(np.argsort(-counts.astype(np.int64), kind="stable")[:size])
     t2d = np.zeros(len(counts), dtype=bool)
