@@ -22,9 +22,10 @@ from .files import write_atomic
 # %% ../nbs/40_plots.ipynb #e866c763
 STYLE = {
     "figure.figsize": (7.5, 4.4), "figure.dpi": 100, "figure.facecolor": "white",
-    "savefig.facecolor": "white", "axes.facecolor": "white", "axes.edgecolor": "#444444", "axes.titleweight": "bold", "axes.titlesize": 14,
-    "axes.titlelocation": "left", "axes.labelsize": 12, "axes.spines.top": False, "axes.spines.right": False,
-    "grid.color": "#dddddd", "text.color": "#111111", "axes.labelcolor": "#111111",
+    "savefig.facecolor": "white", "axes.facecolor": "white", "axes.edgecolor": "#444444",
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titleweight": "bold", "axes.titlesize": 14, "axes.titlelocation": "left",
+    "axes.labelsize": 12, "axes.labelcolor": "#111111", "text.color": "#111111", "grid.color": "#dddddd",
     "xtick.color": "#222222", "ytick.color": "#222222", "xtick.labelsize": 11, "ytick.labelsize": 11,
     "legend.fontsize": 11, "legend.frameon": False, "lines.linewidth": 2.0, "lines.markersize": 7,
     "font.family": ["DejaVu Sans"], "svg.hashsalt": "k2eagle",
@@ -78,7 +79,7 @@ def _need(
     "Refuse a frame that lacks a column or has no rows."
     missing = [name for name in columns if name not in frame.columns]
     if missing:
-        raise ValueError(f"seen columns {list(frame.columns)}; expected also {missing}; add them to the frame")
+        raise ValueError(f"seen columns {list(frame.columns)}; expected also {missing}; add them")
     if not len(frame):
         raise ValueError(f"seen a frame without rows; expected at least one row of {columns}")
 
@@ -105,10 +106,10 @@ def _running_mean(
 def _plot_evaluated_length(ax, history):
     "Draw accept length with its interval on a second y axis."
     rows = history.dropna(subset=["accept_len"])
-    right, color = ax.twinx(), LOOKS["simulated"][0]
+    right, (color, marker, dashes) = ax.twinx(), LOOKS["simulated"]
     if {"accept_len_low", "accept_len_high"} <= set(rows.columns):
-        right.fill_between(rows.step, rows.accept_len_low, rows.accept_len_high, color=color, alpha=0.18, lw=0)
-    right.plot(rows.step, rows.accept_len, color=color, marker="D", linestyle=LOOKS["simulated"][2],
+        right.fill_between(rows.step, rows.accept_len_low, rows.accept_len_high, color=color, alpha=0.2, lw=0)
+    right.plot(rows.step, rows.accept_len, color=color, marker=marker, linestyle=dashes,
                label="accept length, held out")
     right.set_ylabel("accept length (tokens per verify step)", color=color)
     right.tick_params(axis="y", colors=color)
@@ -130,15 +131,15 @@ def plot_training(
     ax.plot(loss.step, _running_mean(loss.loss), color=LOOKS["vllm"][0], label="training loss (running mean)")
     if "heldout_loss" in history and history.heldout_loss.notna().any():
         rows = history.dropna(subset=["heldout_loss"])
-        ax.plot(rows.step, rows.heldout_loss, color="#222222", marker="s", linestyle="--", label="held-out loss")
+        ax.plot(rows.step, rows.heldout_loss, color="#222222", marker="s", ls="--", label="held-out loss")
     panels = [ax]
     if "accept_len" in history and history.accept_len.notna().any():
         panels.append(_plot_evaluated_length(ax, history))
     ax.set(xlabel="training step", ylabel="loss (nats per token)")
     ax.set_title("Training", pad=30)
     entries = [entry for panel in panels for entry in zip(*panel.get_legend_handles_labels())]
-    ax.legend(*zip(*entries), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=10, borderaxespad=0.2,
-              columnspacing=1.2)  # above the plot: inside it would cover one curve or the other
+    ax.legend(*zip(*entries), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=10,
+              borderaxespad=0.2, columnspacing=1.2)  # above the plot: inside, it would cover a curve
     return ax
 
 # %% ../nbs/40_plots.ipynb #418051f2
@@ -185,7 +186,7 @@ def _draw_accept_length(ax, height, row, look):
 
 # %% ../nbs/40_plots.ipynb #20fc7547
 def plot_accept_length(
-    acceptances: pd.DataFrame,  # source, accept_len, low, high (tokens per verify step), drafts, num_draft (or NaN)
+    acceptances: pd.DataFrame,  # source, accept_len, low, high (tokens per verify step), drafts, num_draft
     ax: Axes | None = None,     # where to draw; None makes a figure
 ) -> Axes:                      # the axes drawn on
     "Show accept length with its interval, between no speculation and the ceiling."

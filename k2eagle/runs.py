@@ -304,49 +304,7 @@ def _json_ready(name, values):
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"record {name}: {error}; expected JSON values, None for what is unknown") from None
 
-# %% ../nbs/90_runs.ipynb #c450f75a
-@dataclass(repr=False)
-class Run:
-    "The output folder of a run, with its parameters and its record."
-    name: str         # of the notebook
-    folder: Path      # where results go
-    parameters: dict  # resolved values
-    provenance: dict  # what provenance.json holds
-    started: float = field(default_factory=time.monotonic)  # clock at the start, in seconds
-    written: list = field(default_factory=list)             # files of this run so far
-
-    def __repr__(self):
-        return f"run {self.name} -> {portable(self.folder)}  {_portable_values(self.parameters)}"
-
-    def _repr_html_(self):
-        rows = "".join(f"<tr><td><code>{name}</code></td><td>{html.escape(repr(value))}</td></tr>"
-                       for name, value in _portable_values(self.parameters).items())
-        return (f"<p><b>{self.name}</b>, results in <code>{html.escape(portable(self.folder))}</code></p>"
-                f"<table><tr><th>parameter</th><th>value</th></tr>{rows}</table>")
-
-    @property
-    def work(self) -> Path:  # created on first use
-        "Return the subfolder for stores and checkpoints."
-        (self.folder / "work").mkdir(exist_ok=True)
-        return self.folder / "work"
-
-    def table(self, name: str, frame):
-        "Write a frame as CSV and return it as read back."
-        return _write_table(self, name, frame)
-
-    def figure(self, name: str, ax):
-        "Write a chart as PNG and SVG and return its axes."
-        return _write_figure(self, name, ax)
-
-    def record(self, name: str, values: dict) -> dict:
-        "Write a dict as JSON and return it as read back."
-        return _write_record(self, name, values)
-
-    def finish(self) -> None:
-        "Close the record with the time taken, and say what was written."
-        _close(self)
-
-# %% ../nbs/90_runs.ipynb #0fb40e57
+# %% ../nbs/90_runs.ipynb #f40967bc
 def _write_table(run, name, frame):
     "Write a frame as CSV; named index levels become columns."
     import pandas
@@ -370,6 +328,14 @@ def _write_record(run, name, values):
     _note(run, write_json(f"{stem}.json", ready).name)
     return ready
 
+# %% ../nbs/90_runs.ipynb #0fb40e57
+def _parameter_table(run):
+    "The resolved parameters as HTML."
+    cells = {name: html.escape(repr(value)) for name, value in _portable_values(run.parameters).items()}
+    rows = "".join(f"<tr><td><code>{name}</code></td><td>{value}</td></tr>" for name, value in cells.items())
+    return (f"<p><b>{run.name}</b>, results in <code>{html.escape(portable(run.folder))}</code></p>"
+            f"<table><tr><th>parameter</th><th>value</th></tr>{rows}</table>")
+
 def _now():
     "The time in UTC, to the second."
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -384,6 +350,45 @@ def _close(run):
     print(f"{portable(run.folder)}: {', '.join(run.written) or 'no results'}; {seconds} s")
 
 # %% ../nbs/90_runs.ipynb #d5c09c2f
+@dataclass(repr=False)
+class Run:
+    "The output folder of a run, with its parameters and its record."
+    name: str         # of the notebook
+    folder: Path      # where results go
+    parameters: dict  # resolved values
+    provenance: dict  # what provenance.json holds
+    started: float = field(default_factory=time.monotonic)  # clock at the start, in seconds
+    written: list = field(default_factory=list)             # files of this run so far
+
+    @property
+    def work(self) -> Path:  # created on first use
+        "Return the subfolder for stores and checkpoints."
+        (self.folder / "work").mkdir(exist_ok=True)
+        return self.folder / "work"
+
+    def table(self, name: str, frame):  # name: file name without suffix; frame: any DataFrame with columns
+        "Write a frame as CSV and return it as read back."
+        return _write_table(self, name, frame)
+
+    def figure(self, name: str, ax):  # name: file name without suffix; ax: Axes or Figure
+        "Write a chart as PNG and SVG and return it."
+        return _write_figure(self, name, ax)
+
+    def record(self, name: str, values: dict) -> dict:  # name: file name without suffix; values: JSON-able
+        "Write a dict as JSON and return it as read back."
+        return _write_record(self, name, values)
+
+    def finish(self) -> None:
+        "Close the record with the time taken, and say what was written."
+        _close(self)
+
+    def __repr__(self):
+        return f"run {self.name} -> {portable(self.folder)}  {_portable_values(self.parameters)}"
+
+    def _repr_html_(self):
+        return _parameter_table(self)
+
+# %% ../nbs/90_runs.ipynb #f2662609
 def _known(name, scope):
     "The parameters of the notebook `name`; without such a notebook, the plain values in scope."
     notebook = project_root() / "nbs" / "runs" / f"{name}.ipynb"
@@ -417,7 +422,7 @@ def _command(name, known, values):
             words += ["-p", one.name, value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
 
-# %% ../nbs/90_runs.ipynb #f2662609
+# %% ../nbs/90_runs.ipynb #e5303203
 def begin(
     name: str,    # name of the notebook
     scope: dict,  # globals() of the notebook
@@ -440,7 +445,7 @@ def begin(
     display(run)
     return run
 
-# %% ../nbs/90_runs.ipynb #d199ec7a
+# %% ../nbs/90_runs.ipynb #36e85921
 def _spell(path):
     "A path from the root of the repository if it lies there, else without what belongs to this machine."
     root = project_root()
@@ -466,6 +471,7 @@ def _cause(error):
     first = next((line.strip() for line in error.source.splitlines() if line.strip()), "")
     return f"{error.ename}: {reason}\n  in cell [{error.exec_count}], which starts `{first[:70]}`"
 
+# %% ../nbs/90_runs.ipynb #a67bf0ec
 @contextlib.contextmanager
 def _quiet_papermill():
     "Hold back papermill's warnings: it cannot read `X | None`, and unknown names are refused before."
@@ -493,7 +499,7 @@ def _execute(notebook, target, values, verbose):
     finally:
         _tidy(target)
 
-# %% ../nbs/90_runs.ipynb #36e85921
+# %% ../nbs/90_runs.ipynb #19946016
 def run(
     name_or_path: str | Path,        # notebook in nbs/runs, or a path ending in .ipynb
     out: str | Path | None = None,   # folder for the results; None = outputs/<name>
@@ -519,7 +525,7 @@ def run(
         raise RunError(f"{name} ended without run.finish(); results in {_spell(folder)} may be incomplete")
     return folder
 
-# %% ../nbs/90_runs.ipynb #19946016
+# %% ../nbs/90_runs.ipynb #4519ff1e
 def _read_result(path):
     "One result file: CSV as frame, JSON as dict."
     if not path.is_file():
@@ -538,7 +544,7 @@ def read_results(
     files = [folder / Path(name).name for name in record["results"] if name.endswith((".csv", ".json"))]
     return {"provenance": record, **{file.name.rpartition(".")[0]: _read_result(file) for file in files}}
 
-# %% ../nbs/90_runs.ipynb #2277f3b6
+# %% ../nbs/90_runs.ipynb #60fbc852
 def _options():
     "The command line's options."
     parser = argparse.ArgumentParser(prog="python -m k2eagle.runs",
@@ -577,7 +583,7 @@ def describe(
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)) for row in rows]
     return "\n  ".join([name, *lines])
 
-# %% ../nbs/90_runs.ipynb #33afc0bc
+# %% ../nbs/90_runs.ipynb #bf42a8e5
 def main(
     words: list[str] | None = None,  # command line without the program; None = that of the process
 ) -> int:                            # exit status: 0 finished, 1 failed, 2 not started
@@ -602,6 +608,6 @@ def main(
         print("interrupted; what was finished is kept", file=sys.stderr)
         return 130
 
-# %% ../nbs/90_runs.ipynb #15133697
+# %% ../nbs/90_runs.ipynb #29745e58
 if __name__ == "__main__" and "__file__" in globals():
     raise SystemExit(main())
