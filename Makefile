@@ -15,8 +15,8 @@ run: setup  ## the whole pipeline on the default target; results in outputs/pipe
 test: setup  ## export and clean are no-ops, README in sync, notebook tests, site, package
 	python -m pytest
 
-lab: setup  ## JupyterLab on the k2eagle workspace: the index and the run notebooks
-	@bash tools/lab.sh
+lab: setup  ## JupyterLab on the k2eagle workspace: the index and the run notebooks (ARGS="--no-browser" passes options)
+	python tools/lab.py $(ARGS)
 
 docs: setup  ## the site in _docs/, links checked
 	python tools/docs.py

@@ -4,7 +4,9 @@ nbdev 2.4.14 writes docments only as comments inside the signature. tools/docs.p
 of its staging copy, so neither the package nor a notebook session depends on it.
 """
 import inspect
+import operator
 import re
+from importlib import import_module
 
 from fastcore.docments import docments
 from nbdev.doclinks import NbdevLookup
@@ -64,15 +66,13 @@ def signature_text(name: str, signature) -> str:
 
 def parameter_table(symbol, signature) -> str:
     "Parameters and return value with type, default and docment."
-    notes = docments(symbol, full=True)
-    rows = [[code(name), code(type_text(p.annotation)), code(default_text(p.default)), notes.get(name, {}).get("docment") or ""]
+    notes = docments(symbol)
+    rows = [[code(name), code(type_text(p.annotation)), code(default_text(p.default)), notes.get(name) or ""]
             for name, p in signature.parameters.items()]
     returned = type_text(signature.return_annotation)
-    note = (notes.get("return") or {}).get("docment")
-    note = note if isinstance(note, str) else ""
+    note = notes.get("return") or ""
     if not inspect.isclass(symbol) and (note or returned not in ("", "None")):
         rows.append(["**returns**", code(returned), "", note])
-    rows = [[cell if isinstance(cell, str) else "" for cell in row] for row in rows]
     return table(["", "type", "default", "meaning"], rows) if rows else ""
 
 
@@ -85,20 +85,39 @@ def method_table(cls) -> str:
         if name.startswith("_") or not callable(function) or not summary:
             continue
         plain = name if isinstance(member, property) else signature_text(name, signature_of(function))
-        rows.append([code(" ".join(plain.split()).replace("( ", "(").replace(", )", ")")), summary])
+        anchor = f"{cls.__qualname__}.{name}".lower()  # as nbdev names it in links to methods
+        rows.append([f"[{code(' '.join(plain.split()).replace('( ', '(').replace(', )', ')'))}]{{#{anchor}}}", summary])
     return table(["method", "does"], rows) if rows else ""
+
+
+def exported(symbol, source: str | None):
+    "Exported twin of a symbol that the notebook defined: Python finds the text of a class, and so its comments, in a file only."
+    module = re.search(r"/(\w+)\.py#", source or "")
+    if module is None:
+        return symbol
+    return operator.attrgetter(symbol.__qualname__)(import_module(f"k2eagle.{module[1]}"))
 
 
 class TableRenderer(BasicMarkdownRenderer):
     "Signature, docstring, table of docments, table of methods; with a link to the source."
 
+    def __init__(self, symbol, name=None, title_level=3):  # the base class would evaluate annotations, as of modules imported late
+        self.sym, self.nm, self.title_level = symbol, name or symbol.__qualname__, title_level
+        module = getattr(symbol, "__module__", "__main__")
+        self.fn = symbol.__qualname__ if module == "__main__" else f"{module}.{symbol.__qualname__}"
+
     def _repr_markdown_(self):
-        signature = signature_of(self.sym)
         source = NbdevLookup().code(self.fn)
+        symbol = exported(self.sym, source)
+        source = source and f"{source.partition('#')[0]}#L{inspect.getsourcelines(symbol)[1]}"  # nbdev leaves out the line
+        signature = signature_of(symbol)
         parts = ["---", f"[source]({source}){{.k2-source}}" if source else "", f"{'#' * self.title_level} {self.nm}"]
         if signature is not None:
             parts.append(f"```python\n{signature_text(self.nm, signature)}\n```")
-        parts.append(inspect.getdoc(self.sym) if self.docs else "")
-        parts.append(parameter_table(self.sym, signature) if signature is not None else "")
-        parts.append(method_table(self.sym) if inspect.isclass(self.sym) else "")
+        parts.append(inspect.getdoc(symbol) or "")
+        parts.append(parameter_table(symbol, signature) if signature is not None else "")
+        parts.append(method_table(symbol) if inspect.isclass(symbol) else "")
         return "\n\n".join(part for part in parts if part)
+
+    def __repr__(self):
+        return self.fn

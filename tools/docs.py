@@ -22,13 +22,14 @@ from smalldocs.highlight import highlight
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBER = re.compile(r"(?<![\w-])\d+[a-z]*_(?=[\w-]+\.(?:ipynb|html))")  # nbdev drops it from page names: 10_layers -> layers
+MATHS = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
 PROCESS = """
 from nbdev.config import get_config
 from nbdev.doclinks import _build_modidx
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 if __name__ == '__main__':
-    refresh_quarto_yml(); _build_modidx(); proc_nbs(n_workers=2)
+    refresh_quarto_yml(); _build_modidx(); proc_nbs(n_workers=0)
 """
 
 
@@ -72,10 +73,24 @@ def edit_cells(path: Path, markdown=str, code=str) -> None:
 
 
 def show_code(source: str) -> str:
-    "Make a definition part of the page, folded below its documentation; leave other exported code out as nbdev does."
-    if re.match(r"#\s*\|\s*export\s*\n", source) and re.search(r"^(def|class|@)\b", source, re.M):
-        return '#| exports\n#| code-fold: true\n#| code-summary: "Definition"\n' + source.partition("\n")[2]
-    return hold_back(source)
+    "Make a definition part of the page, folded below its documentation; leave imports out as nbdev does."
+    if not re.match(r"#\s*\|\s*export\s*\n", source):
+        return hold_back(source)
+    names = defined_names(source)
+    if not names:
+        return source
+    return f'#| exports\n#| code-fold: true\n#| code-summary: "Definition: {", ".join(names)}"\n' + source.partition("\n")[2]
+
+
+def defined_names(source: str) -> list[str]:
+    "Names that a cell defines at its top level."
+    names = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(statement.name)
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 
 def hold_back(source: str) -> str:
@@ -158,7 +173,17 @@ def finish(page: str, name: Path) -> str:
     page = re.sub(rf'href="{re.escape(website)}/?', f'href="{up}', page)
     page = re.sub(rf'href="{re.escape(repository)}/blob/\w+/k2eagle/(\w+)\.py', rf'href="{up}source/\1.html', page)
     page = re.sub(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?', "", page)
-    return re.sub(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', mathml, page, flags=re.S)
+    page = re.sub(r"<summary>Definition: ([^<]+)</summary>", definition_anchors(set(re.findall(r'\bid="([^"]+)"', page))), page)
+    return MATHS.sub(mathml, page)
+
+
+def definition_anchors(taken: set):
+    "Give each folded definition the anchors that nbdev's links to helpers name, unless a heading has them."
+    def marked(match: re.Match) -> str:
+        anchors = [name.lower() for name in match[1].split(", ") if name.lower() not in taken]
+        taken.update(anchors)
+        return "".join(f'<span id="{name}"></span>' for name in anchors) + match[0]
+    return marked
 
 
 def mathml(match: re.Match) -> str:
@@ -231,8 +256,8 @@ def leads_somewhere(link: str, name: str, pages: dict, site: Path) -> bool:
     return not anchor or target not in pages or anchor in pages[target].ids
 
 
-def build(out: Path, root: Path = ROOT) -> list[str]:
-    "Build the site into `out`; returns its pages, raises `BrokenSite` when something is wrong with it."
+def render(out: Path, root: Path = ROOT) -> Path:
+    "Render the site into `out` without checking it."
     with tempfile.TemporaryDirectory(prefix="k2eagle-docs-") as name:
         folder = Path(name).resolve()
         stage(root, folder)
@@ -240,7 +265,12 @@ def build(out: Path, root: Path = ROOT) -> list[str]:
         shutil.rmtree(out, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(site, out)
-    found = faults(out)
+    return out
+
+
+def build(out: Path, root: Path = ROOT) -> list[str]:
+    "Build the site into `out`; returns its pages, raises `BrokenSite` when something is wrong with it."
+    found = faults(render(out, root))
     if found:
         raise BrokenSite(f"{len(found)} faults in {out.name}:\n  " + "\n  ".join(found))
     return sorted(path.relative_to(out).as_posix() for path in out.rglob("*.html"))

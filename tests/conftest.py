@@ -1,0 +1,37 @@
+"Shared by all tests: where the repository is, and an environment in which nothing is downloaded or drawn on a screen."
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    "The clone."
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def working_copy(tmp_path_factory) -> Path:
+    "A copy of what nbdev reads and writes, which a test may change."
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copy(ROOT / "settings.ini", folder)
+    unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in ("nbs", "k2eagle"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    "A browser to look at pages with; without one the test is skipped."
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return found or pytest.skip("needs chromium on PATH (Debian: apt install chromium)")
