@@ -117,7 +117,8 @@ def _family(arch):
         return "deepseek_v3"
     if family not in ARCHITECTURES.values():
         raise ValueError(f"architecture {arch!r} is not known; expected one of {', '.join(ARCHITECTURES)}; "
-                         f"for another, read its set_eagle3_layers_to_capture (SGLang) or aux_hidden_state_layers (vLLM)")
+                         f"for another, read its set_eagle3_layers_to_capture (SGLang) or "
+                         f"aux_hidden_state_layers (vLLM)")
     return family
 
 # %% ../nbs/10_layers.ipynb #2abe6f62
@@ -311,8 +312,8 @@ def to_ids(
     what = f"for {engine} {known} on a {family} model with {num_layers} layers: boundaries"
     wanted = _ordered(boundaries, rule.lowest, num_layers if rule.last else num_layers - 1, what)
     if not _reading(engine, known).keys and wanted != default_boundaries(num_layers):
-        raise ValueError(f"{engine} {known} reads no layer ids, it captures {default_boundaries(num_layers)}; "
-                         f"{wanted} needs a newer version")
+        raise ValueError(f"{engine} {known} reads no layer ids, only {default_boundaries(num_layers)} can be "
+                         f"had; {wanted} needs a newer version")
     ids = _from_boundaries(wanted, rule.meaning, num_layers)
     if ids is None:
         raise ValueError(f"{engine} {known} takes the single id 1 for boundary 2; boundary 1 alone cannot be "
