@@ -272,7 +272,7 @@ def _refuse_mixture(folder, name, values):
         changed = [f"run {record['run']} -> {name}"]
     if changed and (record["results"] or any((folder / "work").glob("*"))):
         raise ParameterError(f"{portable(folder)} holds results made with other parameters "
-                             f"({', '.join(changed)}); choose another folder (--out) or start over (--fresh)")
+                             f"({', '.join(changed)}); choose another out_dir (--out) or start over (--fresh)")
 
 def _clear(folder):
     "Remove what an earlier run recorded in a folder."
@@ -415,11 +415,12 @@ def _output_folder(text):
 
 def _command(name, known, values):
     "The command that repeats the run."
-    words = ["python", "-m", "k2eagle.runs", name]
+    words, folder = ["python", "-m", "k2eagle.runs", name], portable(_output_folder(values["out_dir"]))
     for one in known:
-        value = _portable_values(values).get(one.name, one.default)
-        if one.name != "out_dir" and value != one.default:
-            words += ["-p", one.name, value if isinstance(value, str) else json.dumps(value)]
+        value = folder if one.name == "out_dir" else _portable_values(values)[one.name]
+        if value != one.default:
+            option = ["--out"] if one.name == "out_dir" else ["-p", one.name]
+            words += [*option, value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
 
 # %% ../nbs/90_runs.ipynb #e5303203
