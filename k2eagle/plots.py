@@ -171,14 +171,15 @@ def plot_positions(
     return ax
 
 # %% ../nbs/40_plots.ipynb #894e84ba
-def _draw_accept_length(ax, height, row, look):
-    "Draw one row: point, interval, ceiling, and the numbers."
+def _draw_accept_length(ax, height, row, look, middle):
+    "Draw one row: point, interval, ceiling, and the numbers on the side that has room."
     color, marker = look["color"], look["marker"]
     ax.plot([row.low, row.high], [height, height], color=color, lw=3, solid_capstyle="butt")
-    ax.plot([row.low, row.high], [height, height], color=color, marker="|", ms=14, mew=2, ls="")
-    ax.plot([row.accept_len], [height], color=color, marker=marker, ms=11, mec="white", mew=1.2)
-    ax.annotate(f"{row.accept_len:.2f}  [{row.low:.2f}, {row.high:.2f}]", (row.high, height), xytext=(12, 0),
-                textcoords="offset points", va="center", fontsize=11)
+    ax.plot([row.low, row.high], [height, height], color=color, marker="|", ms=18, mew=2, ls="")
+    ax.plot([row.accept_len], [height], color=color, marker=marker, ms=8)
+    end, offset, side = (row.high, 12, "left") if row.high < middle else (row.low, -12, "right")
+    ax.annotate(f"{row.accept_len:.2f}  [{row.low:.2f}, {row.high:.2f}]", (end, height), xytext=(offset, 0),
+                textcoords="offset points", ha=side, va="center", fontsize=11)
     if pd.notna(row.num_draft):
         ceiling = row.num_draft + 1
         ax.plot([ceiling, ceiling], [height - 0.35, height + 0.35], color="#222222", lw=2)
@@ -194,12 +195,12 @@ def plot_accept_length(
     ax = _axes(ax, size=(8.5, 1.7 + 0.75 * len(acceptances)))
     rows = list(acceptances.itertuples())
     styles = looks([row.source for row in rows])
+    most = max(acceptances.high.max(), pd.to_numeric(acceptances.num_draft).max() + 1)
     ax.axvline(1.0, color="#222222", lw=1.5, ls=(0, (4, 2)))
     for height, row in enumerate(rows):
-        _draw_accept_length(ax, height, row, styles[row.source])
+        _draw_accept_length(ax, height, row, styles[row.source], middle=(0.95 + most) / 2)
     ax.set_yticks(range(len(rows)), [f"{row.source}\nn = {int(row.drafts):,} drafts" for row in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
-    most = max(acceptances.high.max(), acceptances.num_draft.add(1).max(skipna=True))
     ax.set_xlim(0.95, most + 0.04 * (most - 0.95))
     ax.grid(False, axis="y")
     ax.set(xlabel="accept length (tokens per verify step; 1 = no speculation, dashed)", title="Accept length")
