@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 
 from .files import read_json, sha256_file, sync_folder, write_json
 from .findings import Finding, Findings
+from .layers import check_boundaries, default_boundaries
 from .provenance import provenance as make_provenance
 
 # %% ../nbs/20_store.ipynb #134b4d62
@@ -141,7 +142,7 @@ class Manifest:
     quantization: str | None = None    # of the target's weights
     attention_backend: str = "unknown"
     num_layers: int                    # layers of the target
-    last_norm: str                     # `last` comes from before ('pre_norm') or after ('post_norm') the final norm
+    last_norm: str                     # is `last` from before ('pre_norm') or after ('post_norm') the norm?
     tokenizer_fingerprint: str = "unknown"
     template_fingerprint: str = "unknown"
     answers: dict | None = None        # how the answers were made: temperature, max_new_tokens, seed, prompts
@@ -162,10 +163,9 @@ _SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 
 def _check_manifest(manifest: Manifest) -> Manifest:
     "Return the manifest if its values can be true."
-    bounds, layers = tuple(manifest.boundaries), manifest.num_layers
-    if not bounds or list(bounds) != sorted(set(bounds)) or bounds[0] < 0 or bounds[-1] > layers - 1:
-        raise ValueError(f"boundaries {bounds} for {layers} layers; expected distinct ascending numbers "
-                         f"from 0 to {layers - 1}")
+    bounds = tuple(manifest.boundaries)
+    if not bounds or bounds != check_boundaries(bounds, manifest.num_layers):
+        raise ValueError(f"boundaries {bounds}; expected at least one, in ascending order")
     if manifest.last_norm not in LAST_NORMS:
         raise ValueError(f"last_norm {manifest.last_norm!r}; expected {' or '.join(map(repr, LAST_NORMS))}: "
                          f"vLLM gives the state before the final norm, SGLang and HF after it")
@@ -246,9 +246,10 @@ def _reserve(part: Path, head: bytes, size: int) -> int:
     if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
         return handle
     try:
-        os.ftruncate(handle, 0)
-        # macOS has no posix_fallocate: there a full disk is noticed by the write that hits it
-        getattr(os, "posix_fallocate", lambda handle, start, size: os.ftruncate(handle, size))(handle, 0, size)
+        for length in (0, size):  # what an unfit file held must not show through
+            os.ftruncate(handle, length)
+        if hasattr(os, "posix_fallocate"):  # not on macOS: there the write that hits a full disk notices it
+            os.posix_fallocate(handle, 0, size)
         _write_all(handle, head, 0)
     except OSError as error:
         os.close(handle)
@@ -282,7 +283,8 @@ class _PartFile:
         ranges = {name: table[name]["data_offsets"] for name in ("crc32", *_PARTS)}
         base = len(head) - 8 * len(self.offsets)  # the tensors begin here
         self.starts = {name: base + start for name, (start, stop) in ranges.items()}
-        self.rows = {name: (ranges[name][1] - ranges[name][0]) // self.offsets[-1] for name in _PARTS}  # bytes a token
+        self.rows = {name: (stop - start) // sum(lengths)  # bytes a token
+                     for name, (start, stop) in ranges.items() if name in _PARTS}
         self.handle = _reserve(self.part, head, base + ranges["loss_mask"][1])
 
     def put(self, index: int, parts: list):
@@ -325,8 +327,8 @@ def _split(lengths: list, bytes_per_token: int, shard_bytes: int) -> list:
     return [*spans, range(start, len(lengths))]
 
 
-def _check_documents(ids: list, lengths: list):
-    "Refuse documents that cannot be told apart or are empty."
+def _counted(ids: list, lengths: list) -> dict:
+    "What the manifest says about the documents; refuses those that are empty or cannot be told apart."
     if not lengths:
         raise ValueError("no documents; expected the length of each document to come")
     if len(ids) != len(lengths):
@@ -338,6 +340,8 @@ def _check_documents(ids: list, lengths: list):
         seen = set()
         twice = next(i for i in ids if i in seen or seen.add(i))
         raise ValueError(f"document id {twice!r} is given twice; ids must differ")
+    return {"documents": len(ids), "tokens": sum(lengths), "ids_digest": _digest(ids),
+            "lengths_digest": _digest(lengths)}
 
 
 def _digest(values: list) -> str:
@@ -362,7 +366,7 @@ def _resumed(path: Path, manifest: Manifest) -> Manifest:
     "The manifest on disk, if it is of the same documents made in the same way."
     stored = read_manifest(path)
     free = ("complete", "shards", "provenance")
-    old, new = (json.loads(json.dumps(asdict(one))) for one in (stored, manifest))  # tuples become lists in both
+    old, new = (json.loads(json.dumps(asdict(each))) for each in (stored, manifest))  # tuples become lists
     differing = [f"{name} (stored {old[name]!r}, now {new[name]!r})" for name in old
                  if name not in free and old[name] != new[name]]
     if differing:
@@ -378,6 +382,8 @@ def _resumed(path: Path, manifest: Manifest) -> Manifest:
 # %% ../nbs/20_store.ipynb #a28f58e3
 def _settle(path: Path, manifest: Manifest, provenance: dict | None, check_space: bool) -> Manifest:
     "Agree with the manifest on disk, or write the first one."
+    for left in path.glob(".manifest.json.*"):  # by a writer killed while it replaced the manifest
+        left.unlink()
     new = not (path / "manifest.json").exists()
     if new:
         manifest = replace(manifest, provenance=make_provenance() if provenance is None else provenance)
@@ -396,12 +402,12 @@ def _check_space(path: Path, manifest: Manifest):
     needed = sum(shard.bytes for shard in manifest.shards if not shard.sha256) - reserved
     if needed > (free := _free_bytes(path)):
         raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB still to write to {path}, {free / 1e9:.2f} GB free; "
-                      "free some room, store fewer documents, or pass check_space=False if shards are moved away")
+                      "free some room, store fewer documents, or pass check_space=False")
 
 # %% ../nbs/20_store.ipynb #77c53365
 def create(
     path: str | Path,                # folder of the store; made, or resumed
-    facts: dict,                     # manifest fields: engine, model, weight_fingerprint, num_layers, last_norm, …
+    facts: dict,                     # fields of `Manifest`: engine, model, weight_fingerprint, num_layers, …
     lengths: list,                   # tokens of each document, in the order they will come
     boundaries: tuple,               # boundaries of `hidden`, ascending
     hidden_size: int,                # H
@@ -414,10 +420,9 @@ def create(
     "Start a store, or go on with one that was interrupted."
     path, lengths = Path(path), [int(length) for length in lengths]
     ids = [f"{i:06d}" for i in range(len(lengths))] if ids is None else [str(name) for name in ids]
-    _check_documents(ids, lengths)
-    manifest = _facts(facts, boundaries=tuple(map(int, boundaries)), hidden_size=hidden_size, dtype=dtype,
-                      documents=len(ids), tokens=sum(lengths), ids_digest=_digest(ids), complete=False,
-                      lengths_digest=_digest(lengths), shard_bytes=shard_bytes, shards=(), provenance=None)
+    shape = {"boundaries": tuple(map(int, boundaries)), "hidden_size": int(hidden_size), "dtype": dtype}
+    manifest = _facts(facts, **shape, **_counted(ids, lengths), shard_bytes=shard_bytes, shards=(),
+                      complete=False, provenance=None)
     manifest, spans = _planned(manifest, ids, lengths)
     path.mkdir(parents=True, exist_ok=True)
     filling = _Filling(path, manifest, ids, lengths, spans, _lock(path))
@@ -436,8 +441,8 @@ def _check_finite(name: str, hidden: torch.Tensor, last: torch.Tensor, boundarie
     for label, states in (*zip((f"boundary {b}" for b in boundaries), hidden.unbind(1)), ("last", last)):
         bad = (~torch.isfinite(states)).any(-1).nonzero().flatten()
         if len(bad):
-            raise ValueError(f"document {name}, {label}: {len(bad)} tokens have a NaN or an infinity, the first "
-                             f"is token {int(bad[0])}; the engine overflowed: check its dtype and attention backend")
+            raise ValueError(f"document {name}, {label}: {len(bad)} tokens have a NaN or an infinity, the "
+                             f"first is token {int(bad[0])}; the engine overflowed: check its dtype and attention")
 
 
 def _check_document(manifest: Manifest, name: str, length: int, document: Document):
@@ -597,7 +602,7 @@ class _File:
         "Drop the map; ids and offsets stay, they are small."
         self.handle = None
 
-
+# %% ../nbs/20_store.ipynb #be670261
 class _ShardFile(_File):
     "Reads documents from one shard."
 
@@ -615,12 +620,14 @@ class _ShardFile(_File):
     def read(self, index: int, check: bool = False) -> Document:
         start, stop = self.open().offsets[index:index + 2]
         document = Document(*(self.handle.get_slice(name)[start:stop] for name in _PARTS), self.ids[index])
-        return _checked(document, int(self.handle.get_slice("crc32")[index]), self.file) if check else document
+        if check:
+            _check_sum(document, int(self.handle.get_slice("crc32")[index]), self.file)
+        return document
 
     def inspect(self) -> list:
         return _inspect(self)
 
-# %% ../nbs/20_store.ipynb #997a6a3b
+# %% ../nbs/20_store.ipynb #0512fd85
 def _read_index(handle, file: Path, shard: Shard) -> tuple:
     "Ids and offsets of a shard's documents."
     offsets = handle.get_tensor("offsets").tolist()
@@ -632,17 +639,16 @@ def _read_index(handle, file: Path, shard: Shard) -> tuple:
     return ids, offsets
 
 
-def _checked(document: Document, expected: int, file: Path) -> Document:
-    "The document, if its bytes have the checksum they were stored with."
+def _check_sum(document: Document, expected: int, file: Path):
+    "Refuse a document whose bytes do not have the checksum they were stored with."
     checksum = 0
     for part in document[:4]:
         checksum = zlib.crc32(_bytes(part), checksum)
     if checksum != expected:
-        raise ValueError(f"{file} is altered: document {document.id} does not have the checksum it was stored "
-                         "with; capture it again")
-    return document
+        raise ValueError(f"{file} is altered: document {document.id} does not have its checksum any more; "
+                         "capture it again")
 
-# %% ../nbs/20_store.ipynb #fbcc84e7
+# %% ../nbs/20_store.ipynb #9935cf44
 def _inspect(reader: _ShardFile) -> list:
     "Findings about one shard: missing, cut off, altered."
     shard, name = reader.shard, reader.shard.file
@@ -670,16 +676,13 @@ def _intact(reader: _ShardFile, index: int) -> bool:
     except ValueError:
         return False
 
-# %% ../nbs/20_store.ipynb #accbd89d
-_OPEN_FILES = 2
-
-
+# %% ../nbs/20_store.ipynb #fb3262bd
 class _Documents:
     "Documents by index, over the files that hold them."
 
     def __init__(self, path: Path, manifest: Manifest, files: list, check: bool = False):
         self.path, self.manifest, self.check = path, manifest, check
-        self._files, self._open = files, []  # files in order of last use
+        self._files, self._open = files, None  # the file used last
         self._starts = [0, *accumulate(file.documents for file in files)]
 
     def __len__(self):
@@ -699,14 +702,14 @@ class _Documents:
         return bisect_right(self._starts, index) - 1
 
     def _use(self, number):
-        "Open a file; close the one unused for longest."
+        "Open a file and close the one that was open."
         file = self._files[number].open()
-        self._open = [other for other in self._open if other is not file] + [file]
-        while len(self._open) > _OPEN_FILES:
-            self._open.pop(0).close()
+        if self._open is not None and self._open is not file:
+            self._open.close()
+        self._open = file
         return file
 
-# %% ../nbs/20_store.ipynb #6c2775ef
+# %% ../nbs/20_store.ipynb #62903b22
 def _group(order: list, lengths: list, max_tokens: int) -> list:
     "Cut an order of documents into batches of at most `max_tokens`."
     groups, size = [], 0
@@ -718,7 +721,7 @@ def _group(order: list, lengths: list, max_tokens: int) -> list:
         size += length
     return groups
 
-# %% ../nbs/20_store.ipynb #62903b22
+# %% ../nbs/20_store.ipynb #de3b10c7
 class _Batches(_Documents):
     "Documents in batches."
 
@@ -755,7 +758,7 @@ class _Batches(_Documents):
         for group in self.batch_indices(max_tokens, shuffle_seed, documents):
             yield [self[index] for index in group]
 
-# %% ../nbs/20_store.ipynb #3e34b45c
+# %% ../nbs/20_store.ipynb #d7cfb034
 class Store(_Batches):
     "Hidden states on disk: a sequence of `Document`, with its `manifest`."
 
@@ -783,16 +786,16 @@ class Store(_Batches):
     def __repr__(self):
         m, tokens = self.manifest, "?" if self.manifest.tokens is None else f"{self.manifest.tokens:,}"
         return (f"Store of {len(self):,} documents, {tokens} tokens: {m.model}, seen by {m.engine}\n"
-                f"boundaries {', '.join(map(str, m.boundaries))} of {m.num_layers} layers; last is {m.last_norm}; "
-                f"{m.dtype}, hidden size {m.hidden_size}" + ("" if m.complete else "; unfinished"))
+                f"boundaries {', '.join(map(str, m.boundaries))} of {m.num_layers} layers, "
+                f"last is {m.last_norm}, hidden size {m.hidden_size}, {m.dtype}{'' if m.complete else ', unfinished'}")
 
-# %% ../nbs/20_store.ipynb #d7cfb034
+# %% ../nbs/20_store.ipynb #d6223879
 def open_store(
-    path: str | Path,                  # folder of a store, or of files that SpecForge, speculators or ModelOpt wrote
-    allow_partial: bool = False,       # read the finished shards of an unfinished store?
-    check: bool = False,               # compare each document read with its checksum?
-    loss_masks: dict | None = None,    # files of others only: document id to mask, where the files have none
-    **stated,                          # files of others only: manifest fields that the files do not tell
+    path: str | Path,                # folder of a store, or of files from SpecForge, speculators or ModelOpt
+    allow_partial: bool = False,     # read the finished shards of an unfinished store?
+    check: bool = False,             # compare each document read with its checksum?
+    loss_masks: dict | None = None,  # for files of other tools: document id to mask, where they have none
+    **stated,                        # for files of other tools: manifest fields that they do not tell
 ) -> Store:
     "Open hidden states for reading."
     path = Path(path)
@@ -801,7 +804,7 @@ def open_store(
     if not (path / "manifest.json").is_file():
         return _open_foreign(path, check, loss_masks, stated)
     if stated or loss_masks:
-        raise ValueError(f"{path} has a manifest, which already says {', '.join(stated) or 'loss_masks'}; leave it out")
+        raise ValueError(f"the store {path} already says {', '.join(stated) or 'loss_masks'}; leave it out")
     manifest = read_manifest(path)
     shards = [shard for shard in manifest.shards if shard.sha256]
     if not manifest.complete and not allow_partial:
@@ -810,7 +813,7 @@ def open_store(
                          "run the capture again to complete it, or pass allow_partial=True to use those")
     return Store(path, manifest, [_ShardFile(path, shard, manifest) for shard in shards], check)
 
-# %% ../nbs/20_store.ipynb #71031754
+# %% ../nbs/20_store.ipynb #85db0438
 _TARGET_FACTS = ("weight_fingerprint", "num_layers", "hidden_size", "tokenizer_fingerprint", "boundaries")
 
 
@@ -829,10 +832,10 @@ def refuse_mismatch(
         if None not in (stored, wanted) and "unknown" not in (stored, wanted) and stored != wanted:
             differing.append(f"{name} is {stored!r} in the store and {wanted!r} in {use}")
     if differing:
-        raise ValueError(f"the hidden states are of another target: {'; '.join(differing)}. They were captured from "
-                         f"{manifest.model}; capture again from the target in use")
+        raise ValueError(f"the hidden states are of another target: {'; '.join(differing)}. "
+                         f"They were captured from {manifest.model}; capture again from the target in use")
 
-# %% ../nbs/20_store.ipynb #9411df38
+# %% ../nbs/20_store.ipynb #0381cd76
 @dataclass(frozen=True)
 class _Layout:
     "How a tool lays out its files."
@@ -866,7 +869,7 @@ def _find_layout(path: Path) -> tuple:
     return layout, sorted(matching, key=lambda file: [int(word) if word.isdigit() else word
                                                       for word in re.split(r"(\d+)", str(file))])
 
-# %% ../nbs/20_store.ipynb #3efe3a4c
+# %% ../nbs/20_store.ipynb #e7c6430f
 def _load(file: Path) -> dict:
     "The tensors of another tool's file; mapped, not read, unless it is compressed."
     try:
@@ -878,8 +881,10 @@ def _load(file: Path) -> dict:
                 return torch.load(io.BytesIO(data.read()), map_location="cpu", weights_only=True)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{file} is refused: it holds more than tensors and plain values, or is damaged; loading it "
-                         f"could run code. Save it again as tensors ({str(error).splitlines()[0][:120]})") from None
+        culprit = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it would call {culprit[1]}" if culprit else "it is not a plain pickle"
+        raise ValueError(f"{file} is refused: {reason}, so it is damaged or loading it could run code; "
+                         "save its tensors again") from None
     except (SafetensorError, RuntimeError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read, it was cut off or altered "
                          f"({str(error).splitlines()[0][:120]})") from None
@@ -895,7 +900,7 @@ def _flat(tensors: dict, key: str, file: Path, dims: int) -> torch.Tensor:
         raise ValueError(f"{file}: {key} has shape {list(tensors[key].shape)}; expected {dims} dimensions")
     return tensor
 
-# %% ../nbs/20_store.ipynb #5617b6b5
+# %% ../nbs/20_store.ipynb #ef7b0eb6
 def _states(tensors: dict, layout: _Layout, file: Path) -> tuple:
     "Captured layers [T, K, H] and last hidden state [T, H] of another tool's file."
     _, key, last_key = layout.keys
@@ -922,11 +927,11 @@ def _foreign_document(file: Path, name: str, layout: _Layout, loss_masks: dict) 
         mask = torch.as_tensor(loss_masks.get(name, [True] * len(tokens)))
     if not len(tokens) == len(hidden) == len(last) == len(mask):
         raise ValueError(f"{file}: {len(tokens)} tokens, {len(hidden)} hidden states, {len(last)} last, "
-                         f"{len(mask)} in the loss mask; expected as many of each (with vLLM, prefix caching and "
-                         "chunked prefill make short files: switch both off)")
+                         f"{len(mask)} in the loss mask; expected as many of each (vLLM writes short files with "
+                         "prefix caching or chunked prefill: switch both off)")
     return Document(tokens, hidden, last, mask.bool(), name)
 
-# %% ../nbs/20_store.ipynb #6f515b3b
+# %% ../nbs/20_store.ipynb #5b37ff36
 class _ForeignFile(_File):
     "Reads one document from another tool's file."
 
@@ -950,8 +955,8 @@ class _ForeignFile(_File):
         try:
             self.open()
         except ValueError as error:
-            return [Finding("file-unreadable", "error", self.file.name, str(error).removeprefix(f"{self.file} "),
-                            fix="write it again with the tool that made it")]
+            message = str(error).removeprefix(f"{self.file} ")
+            return [Finding("file-unreadable", "error", self.name, message, fix="write it again with its tool")]
         return []
 
 
@@ -959,7 +964,7 @@ def _document_name(path: Path, file: Path) -> str:
     "Name of a file inside a folder, without its endings: rows_0-5000/data_12."
     return re.sub(r"\.(ckpt|ckpt\.gz|pt|safetensors)$", "", file.relative_to(path).as_posix())
 
-# %% ../nbs/20_store.ipynb #c4a1ac8b
+# %% ../nbs/20_store.ipynb #a7ceb83b
 def _open_foreign(path: Path, check: bool, loss_masks: dict | None, stated: dict) -> Store:
     "A store over files of another tool."
     layout, paths = _find_layout(path)
@@ -978,14 +983,14 @@ def _foreign_manifest(path: Path, layout: _Layout, files: list, stated: dict) ->
     needed = ["num_layers"] + (["boundaries", "last_norm"] if layout.last_norm is None else [])
     if missing := [name for name in needed if stated.get(name) is None]:
         raise ValueError(f"{layout.tool} files do not say {', '.join(missing)}; pass "
-                         f"{', '.join(f'{name}=' for name in missing)} as they were when {path.name} was made")
+                         f"{', '.join(f'{name}=' for name in missing)} as it was when they were written")
     first = next((file for file in files if file.opens()), files[0]).open().handle
     count, width = first.hidden.shape[1:]
-    layers = stated["num_layers"]
     guess = {"engine": layout.engine, "model": "unknown", "weight_fingerprint": "unknown",
-             "last_norm": layout.last_norm, "boundaries": (2, layers // 2, layers - 3)}
-    manifest = _facts({**guess, **stated}, format=layout.tool, complete=True, documents=len(files), tokens=None,
-                      hidden_size=width, dtype=_dtype_name(first.hidden.dtype))
+             "last_norm": layout.last_norm}
+    bounds = tuple(stated.get("boundaries") or default_boundaries(stated["num_layers"]))
+    manifest = _facts({**guess, **stated, "boundaries": bounds}, format=layout.tool, complete=True,
+                      documents=len(files), tokens=None, hidden_size=width, dtype=_dtype_name(first.hidden.dtype))
     if len(manifest.boundaries) != count:
         raise ValueError(f"{files[0].file} holds {count} boundaries beside the last hidden state; expected "
                          f"{len(manifest.boundaries)}, {manifest.boundaries}: pass boundaries= as captured")
