@@ -28,7 +28,7 @@ def _boundary_keys(config: DrafterConfig, facts) -> dict:
     if facts is None:
         raise ValueError(f"boundaries {config.boundaries} are not the engines' default; give target=, "
                          "because the ids to write depend on its architecture")
-    nested = list(layers.to_ids(config.boundaries, "sglang", None, facts.arch, facts.num_layers))
+    nested = list(layers.to_ids(config.boundaries, "sglang", None, facts.engine_arch, facts.num_layers))
     return {"eagle_aux_hidden_state_layer_ids": list(config.boundaries), "num_aux_hidden_states": config.num_aux,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": nested, "use_aux_hidden_state": True}}
 
