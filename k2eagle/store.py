@@ -328,7 +328,7 @@ def _split(lengths: list, bytes_per_token: int, shard_bytes: int) -> list:
 
 
 def _counted(ids: list, lengths: list) -> dict:
-    "What the manifest says about the documents; refuses those that are empty or cannot be told apart."
+    "What a new manifest says about its documents; refuses those that are empty or cannot be told apart."
     if not lengths:
         raise ValueError("no documents; expected the length of each document to come")
     if len(ids) != len(lengths):
@@ -341,7 +341,7 @@ def _counted(ids: list, lengths: list) -> dict:
         twice = next(i for i in ids if i in seen or seen.add(i))
         raise ValueError(f"document id {twice!r} is given twice; ids must differ")
     return {"documents": len(ids), "tokens": sum(lengths), "ids_digest": _digest(ids),
-            "lengths_digest": _digest(lengths)}
+            "lengths_digest": _digest(lengths), "shards": (), "complete": False, "provenance": None}
 
 
 def _digest(values: list) -> str:
@@ -401,8 +401,8 @@ def _check_space(path: Path, manifest: Manifest):
     reserved = sum(part.stat().st_size for part in path.glob("shard-*.part"))
     needed = sum(shard.bytes for shard in manifest.shards if not shard.sha256) - reserved
     if needed > (free := _free_bytes(path)):
-        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB still to write to {path}, {free / 1e9:.2f} GB free; "
-                      "free some room, store fewer documents, or pass check_space=False")
+        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB still to write to {path}, {free / 1e9:.2f} GB "
+                      "free; free some room, store fewer documents, or pass check_space=False")
 
 # %% ../nbs/20_store.ipynb #77c53365
 def create(
@@ -420,9 +420,8 @@ def create(
     "Start a store, or go on with one that was interrupted."
     path, lengths = Path(path), [int(length) for length in lengths]
     ids = [f"{i:06d}" for i in range(len(lengths))] if ids is None else [str(name) for name in ids]
-    shape = {"boundaries": tuple(map(int, boundaries)), "hidden_size": int(hidden_size), "dtype": dtype}
-    manifest = _facts(facts, **shape, **_counted(ids, lengths), shard_bytes=shard_bytes, shards=(),
-                      complete=False, provenance=None)
+    shape = {"boundaries": tuple(map(int, boundaries)), "hidden_size": hidden_size, "dtype": dtype}
+    manifest = _facts(facts, **shape, **_counted(ids, lengths), shard_bytes=shard_bytes)
     manifest, spans = _planned(manifest, ids, lengths)
     path.mkdir(parents=True, exist_ok=True)
     filling = _Filling(path, manifest, ids, lengths, spans, _lock(path))
@@ -442,7 +441,7 @@ def _check_finite(name: str, hidden: torch.Tensor, last: torch.Tensor, boundarie
         bad = (~torch.isfinite(states)).any(-1).nonzero().flatten()
         if len(bad):
             raise ValueError(f"document {name}, {label}: {len(bad)} tokens have a NaN or an infinity, the "
-                             f"first is token {int(bad[0])}; the engine overflowed: check its dtype and attention")
+                             f"first is token {int(bad[0])}; check the engine's dtype and attention backend")
 
 
 def _check_document(manifest: Manifest, name: str, length: int, document: Document):
@@ -785,9 +784,10 @@ class Store(_Batches):
 
     def __repr__(self):
         m, tokens = self.manifest, "?" if self.manifest.tokens is None else f"{self.manifest.tokens:,}"
-        return (f"Store of {len(self):,} documents, {tokens} tokens: {m.model}, seen by {m.engine}\n"
+        return (f"Store of {len(self):,} documents, {tokens} tokens{'' if m.complete else ', unfinished'}: "
+                f"{m.model}, seen by {m.engine}\n"
                 f"boundaries {', '.join(map(str, m.boundaries))} of {m.num_layers} layers, "
-                f"last is {m.last_norm}, hidden size {m.hidden_size}, {m.dtype}{'' if m.complete else ', unfinished'}")
+                f"last is {m.last_norm}, hidden size {m.hidden_size}, {m.dtype}")
 
 # %% ../nbs/20_store.ipynb #d6223879
 def open_store(
@@ -809,8 +809,8 @@ def open_store(
     shards = [shard for shard in manifest.shards if shard.sha256]
     if not manifest.complete and not allow_partial:
         done = sum(shard.documents for shard in shards)
-        raise ValueError(f"{path} is unfinished: {done} of {manifest.documents} documents are in finished shards; "
-                         "run the capture again to complete it, or pass allow_partial=True to use those")
+        raise ValueError(f"{path} is unfinished: {done} of {manifest.documents} documents are in finished "
+                         "shards; run the capture again to complete it, or pass allow_partial=True to use those")
     return Store(path, manifest, [_ShardFile(path, shard, manifest) for shard in shards], check)
 
 # %% ../nbs/20_store.ipynb #85db0438
@@ -850,7 +850,8 @@ class _Layout:
 # speculators 0.9.0 train/data.py, Model-Optimizer a2fbac7b collect_hidden_states/
 _LAYOUTS = (
     _Layout("specforge", r".*\.ckpt(\.gz)?", ("input_ids", "aux_hidden_state", "hidden_state"), "post_norm"),
-    _Layout("speculators", r"(hs_)?\d+\.safetensors", ("token_ids", "hidden_states", None), "pre_norm", "vllm"),
+    _Layout("speculators", r"(hs_)?\d+\.safetensors", ("token_ids", "hidden_states", None), "pre_norm",
+            "vllm"),
     _Layout("modelopt", r".*\.pt", ("input_ids", "aux_hidden_states", "hidden_states"), None))
 
 
@@ -927,8 +928,8 @@ def _foreign_document(file: Path, name: str, layout: _Layout, loss_masks: dict) 
         mask = torch.as_tensor(loss_masks.get(name, [True] * len(tokens)))
     if not len(tokens) == len(hidden) == len(last) == len(mask):
         raise ValueError(f"{file}: {len(tokens)} tokens, {len(hidden)} hidden states, {len(last)} last, "
-                         f"{len(mask)} in the loss mask; expected as many of each (vLLM writes short files with "
-                         "prefix caching or chunked prefill: switch both off)")
+                         f"{len(mask)} in the loss mask; expected as many of each (vLLM writes short files "
+                         "with prefix caching or chunked prefill: switch both off)")
     return Document(tokens, hidden, last, mask.bool(), name)
 
 # %% ../nbs/20_store.ipynb #5b37ff36
@@ -944,7 +945,7 @@ class _ForeignFile(_File):
         if self.handle is None:
             document = _foreign_document(self.file, self.name, self.layout, self.loss_masks)
             if self.manifest is not None:
-                _check_document(self.manifest, f"{self.file}", len(document.tokens), document)
+                _check_document(self.manifest, self.name, len(document.tokens), document)
             self.handle, self.ids, self.offsets = document, [self.name], [0, len(document.tokens)]
         return self
 
@@ -956,7 +957,7 @@ class _ForeignFile(_File):
             self.open()
         except ValueError as error:
             message = str(error).removeprefix(f"{self.file} ")
-            return [Finding("file-unreadable", "error", self.name, message, fix="write it again with its tool")]
+            return [Finding("file-unreadable", "error", self.name, message, fix="write it with its tool again")]
         return []
 
 
@@ -988,9 +989,11 @@ def _foreign_manifest(path: Path, layout: _Layout, files: list, stated: dict) ->
     count, width = first.hidden.shape[1:]
     guess = {"engine": layout.engine, "model": "unknown", "weight_fingerprint": "unknown",
              "last_norm": layout.last_norm}
+    if first.loss_mask.all():
+        guess["answers"] = {"loss_mask": "every token, as far as the first file tells"}
     bounds = tuple(stated.get("boundaries") or default_boundaries(stated["num_layers"]))
-    manifest = _facts({**guess, **stated, "boundaries": bounds}, format=layout.tool, complete=True,
-                      documents=len(files), tokens=None, hidden_size=width, dtype=_dtype_name(first.hidden.dtype))
+    manifest = _facts({**guess, **stated, "boundaries": bounds}, format=layout.tool, complete=True, tokens=None,
+                      documents=len(files), hidden_size=width, dtype=_dtype_name(first.hidden.dtype))
     if len(manifest.boundaries) != count:
         raise ValueError(f"{files[0].file} holds {count} boundaries beside the last hidden state; expected "
                          f"{len(manifest.boundaries)}, {manifest.boundaries}: pass boundaries= as captured")
