@@ -1,11 +1,14 @@
 "Importing k2eagle is quick, light modules leave torch alone, and the package builds."
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 
 import pytest
 from conftest import ROOT
+from packaging.specifiers import SpecifierSet
 
 LIGHT = ("", ".files", ".findings", ".provenance", ".layers", ".plots", ".runs")
 TIMED = "import time; start = time.perf_counter(); import k2eagle; print(time.perf_counter() - start)"
@@ -43,3 +46,17 @@ def test_wheel_builds_and_imports(tmp_path):
     assert shown.startswith(str(tmp_path / "site"))
     modules = {path.name for path in (ROOT / "k2eagle").glob("*.py")}
     assert modules == {path.name for path in (tmp_path / "site" / "k2eagle").glob("*.py")}
+
+
+def test_lock_is_installed_and_fits_the_oldest_python():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8"), re.M))
+    installed = {name: distribution(name) for name in pins}
+    others = {name: found.version for name, found in installed.items() if found.version.split("+")[0] != pins[name]}
+    assert not others, f"run make setup: the lock names other versions than {others}"
+    newer = {name: found.metadata["Requires-Python"] for name, found in installed.items() if not fits(found, "3.11.0")}
+    assert not newer, f"pin older versions, which 3.11.0 can use: {newer}"
+
+
+def fits(found, version: str) -> bool:
+    "Does an installed package accept this Python?"
+    return SpecifierSet(found.metadata["Requires-Python"] or "").contains(version)

@@ -64,9 +64,20 @@ def signature_text(name: str, signature) -> str:
     return line if len(line) <= WIDTH else f"{name}(\n    " + ",\n    ".join(shown) + ",\n)"
 
 
+def field_comments(symbol) -> dict[str, str]:
+    "Comments on the fields of a class, which fastcore does not read from a named tuple."
+    if not inspect.isclass(symbol):
+        return {}
+    try:
+        lines = inspect.getsource(symbol).split("\n")
+    except (OSError, TypeError):
+        return {}
+    return dict(found.groups() for line in lines if (found := re.match(r"    (\w+): [^#]*#\s*(.+?)\s*$", line)))
+
+
 def parameter_table(symbol, signature) -> str:
     "Parameters and return value with type, default and docment."
-    notes = docments(symbol)
+    notes = {**field_comments(symbol), **{name: note for name, note in docments(symbol).items() if note}}
     rows = [[code(name), code(type_text(p.annotation)), code(default_text(p.default)), notes.get(name) or ""]
             for name, p in signature.parameters.items()]
     returned = type_text(signature.return_annotation)
@@ -86,7 +97,7 @@ def method_table(cls) -> str:
             continue
         plain = name if isinstance(member, property) else signature_text(name, signature_of(function))
         anchor = f"{cls.__qualname__}.{name}".lower()  # as nbdev names it in links to methods
-        rows.append([f"[{code(' '.join(plain.split()).replace('( ', '(').replace(', )', ')'))}]{{#{anchor}}}", summary])
+        rows.append([f"<span id=\"{anchor}\"></span>{code(' '.join(plain.split()).replace('( ', '(').replace(', )', ')'))}", summary])
     return table(["method", "does"], rows) if rows else ""
 
 
