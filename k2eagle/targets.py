@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMOLLM2_PACKAGE', 'SMOLLM2_WHEEL', 'SMOLLM2_GGUF', 'SMOLLM2_WHEEL_SHA256', 'SMOLLM2_GGUF_SHA256', 'default_target',
-           'resolve', 'TargetFacts', 'facts', 'tensors', 'TargetHead', 'head']
+           'resolve', 'TargetFacts', 'facts', 'tensors', 'TargetHead', 'head', 'mini_kimi']
 
 # %% ../nbs/11_targets.ipynb #dacdad8a
 import difflib
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .files import fingerprint, home, portable, read_json, sha256_file, sync_folder, write_json
@@ -106,8 +106,8 @@ def _download_wheel(downloads, command=None):
         found = Path(fresh)/SMOLLM2_WHEEL
         if done.returncode or not found.is_file():
             raise RuntimeError(
-                f"pip could not fetch {SMOLLM2_PACKAGE}: {done.stderr.strip()[-500:] or 'no wheel came'}; expected "
-                f"{SMOLLM2_WHEEL}; install the package here, or put its wheel into $K2EAGLE_HOME/downloads")
+                f"pip could not fetch {SMOLLM2_PACKAGE}: {done.stderr.strip()[-500:] or 'no wheel came'}; "
+                f"expected {SMOLLM2_WHEEL}; install the package here, or put its wheel into $K2EAGLE_HOME/downloads")
         seen = sha256_file(found)
         if seen != SMOLLM2_WHEEL_SHA256:
             raise ValueError(f"{SMOLLM2_WHEEL} has SHA-256 {seen}; expected {SMOLLM2_WHEEL_SHA256}; "
@@ -137,7 +137,7 @@ def _expand_gguf(source, out):
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
 
-
+# %% ../nbs/11_targets.ipynb #a13a8cf2
 def _forget_version(path):
     "Drop the transformers version from a config, so that every version makes the same bytes."
     write_json(path, {key: value for key, value in read_json(path).items() if key != "transformers_version"})
@@ -160,13 +160,13 @@ def _make_smollm2(out):
     for path in Path(out).iterdir():
         path.chmod(0o644)  # safetensors creates its file readable by its owner only
 
-# %% ../nbs/11_targets.ipynb #a13a8cf2
+# %% ../nbs/11_targets.ipynb #3513cbc4
 def default_target() -> Path:  # `$K2EAGLE_HOME/targets/smollm2-135m-instruct`, about 269 MB
     "Return SmolLM2-135M-Instruct as a plain checkpoint, made on first use and checked on each."
     recipe = {"gguf_sha256": SMOLLM2_GGUF_SHA256, "dtype": "bfloat16", "layout": 1}
     return _build_once(home()/"targets"/"smollm2-135m-instruct", recipe, _make_smollm2)
 
-# %% ../nbs/11_targets.ipynb #6e519cef
+# %% ../nbs/11_targets.ipynb #e331d55e
 def resolve(
     target: str | Path,  # "default", or a folder with config.json and safetensors
 ) -> Path:               # the folder
@@ -178,17 +178,18 @@ def resolve(
         raise FileNotFoundError(f"no target at {target}; expected a local folder, or \"default\"; "
                                 f"download the model first and give its folder")
     if not (path/"config.json").is_file():
-        raise ValueError(f"{target} has no config.json; expected a checkpoint folder as save_pretrained writes it")
+        raise ValueError(f"{target} has no config.json; expected a checkpoint folder: "
+                         f"give one as save_pretrained writes it")
     if not any(path.glob("*.safetensors")):
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         if pickled:
-            raise ValueError(f"{target} holds its weights only as pickle ({pickled[0]}), which can run code; expected "
-                             f"safetensors: convert it with save_pretrained where you trust it")
+            raise ValueError(f"{target} holds its weights only as pickle ({pickled[0]}), which can run code; "
+                             f"expected safetensors: convert it with save_pretrained where you trust it")
         raise ValueError(f"{target} has a config.json but no *.safetensors; expected weights beside it: "
                          f"the download is incomplete or in another format")
     return path
 
-# %% ../nbs/11_targets.ipynb #e971c1d2
+# %% ../nbs/11_targets.ipynb #c79e73f0
 def _header(file):
     "Return tensor name -> (dtype, shape) of one safetensors file, after checking its length."
     size = file.stat().st_size
@@ -199,11 +200,11 @@ def _header(file):
             entries.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{file.name} has no readable safetensors header; expected one of {length} bytes in a "
-                             f"file of {size}; it was cut off or is another format: fetch it again") from None
+            raise ValueError(f"{file.name} has no readable safetensors header in its {size} bytes; expected one "
+                             f"at its start; it was cut off or is another format: fetch it again") from None
     if size != end:
-        raise ValueError(f"{file.name} has {size} bytes; expected {end} by its header; it was cut off or altered: "
-                         f"fetch it again")
+        raise ValueError(f"{file.name} has {size} bytes; expected {end} by its header; it was cut off or "
+                         f"altered: fetch it again")
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 
 
@@ -228,7 +229,7 @@ def _tensors_by_name(path):
     "Return tensor name -> (file, dtype, shape) over all shards."
     return {name: (file, *entry) for file in _shards(path) for name, entry in _header(file).items()}
 
-# %% ../nbs/11_targets.ipynb #95131024
+# %% ../nbs/11_targets.ipynb #27fb7f00
 def _field(config, name):
     "Return a field of a config, or say which one is missing."
     if config.get(name) is None:
@@ -240,11 +241,12 @@ def _rope(config):
     "Return rope parameters in one layout: rope_type, rope_theta, then whatever the type needs."
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError("config.json has rope_parameters for each layer type; expected one set for all layers, "
-                         "other models are not supported")
+        raise ValueError("config.json has rope_parameters for each layer type; expected one set for all layers: "
+                         "take a target without such layers")
     kind = given.pop("type", None)  # the older spelling of rope_type
     kind, theta = given.pop("rope_type", kind), given.pop("rope_theta", config.get("rope_theta"))
-    return {"rope_type": kind or "default", "rope_theta": float(_field({"rope_theta": theta}, "rope_theta")), **given}
+    theta = _field({"rope_theta": theta}, "rope_theta")
+    return {"rope_type": kind or "default", "rope_theta": float(theta), **given}
 
 
 def _quantization(config):
@@ -254,17 +256,17 @@ def _quantization(config):
         return None
     method = described.get("quant_method", "unknown")
     groups = [group.get("weights") or {} for group in (described.get("config_groups") or {}).values()]
-    widths = {f"{weights.get('type', 'int')}{weights['num_bits']}" for weights in groups if "num_bits" in weights}
+    widths = {f"{group.get('type', 'int')}{group['num_bits']}" for group in groups if "num_bits" in group}
     if not widths and described.get("bits"):
         widths = {f"int{described['bits']}"}
     if not widths and described.get("load_in_4bit"):
         widths = {described.get("bnb_4bit_quant_type", "int4")}
     return " ".join([method, *sorted(widths)])
 
-# %% ../nbs/11_targets.ipynb #2457deb7
+# %% ../nbs/11_targets.ipynb #0d4e520f
 _SCALES = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx", "_zeros", "qzeros", "scales", "g_idx")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1 byte
 
 
 def _elements(shape):
@@ -294,15 +296,17 @@ def _ends(found, tied):
         if prefix + "embed_tokens.weight" in found:
             break
     else:
-        raise ValueError("no embed_tokens.weight among the tensors; expected it under model. or language_model.model.")
-    heads = [prefix + "embed_tokens.weight"] if tied else ["lm_head.weight", "language_model.lm_head.weight"]
-    keys = prefix + "norm.weight", prefix + "embed_tokens.weight", next((key for key in heads if key in found), heads[0])
+        raise ValueError("no embed_tokens.weight among the tensors; expected it under model. or "
+                         "language_model.model.: give the checkpoint of a causal language model")
+    embed = prefix + "embed_tokens.weight"
+    heads = [embed] if tied else ["lm_head.weight", "language_model.lm_head.weight"]
+    keys = prefix + "norm.weight", embed, next((key for key in heads if key in found), heads[0])
     missing = [key for key in keys if key not in found]
     if missing:
-        raise ValueError(f"no {missing[0]} among the tensors; expected it unquantised beside {keys[1]}")
+        raise ValueError(f"no {missing[0]} among the tensors; expected it unquantised beside {embed}")
     return keys
 
-# %% ../nbs/11_targets.ipynb #c16e7127
+# %% ../nbs/11_targets.ipynb #dafbfd54
 @dataclass(frozen=True)
 class TargetFacts:
     "What a drafter must know about its target."
@@ -336,7 +340,7 @@ class TargetFacts:
         "The architecture that an engine loads: the wrapper if there is one."
         return self.wrapper or self.arch
 
-# %% ../nbs/11_targets.ipynb #dafbfd54
+# %% ../nbs/11_targets.ipynb #c0bade21
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
@@ -366,10 +370,10 @@ def _config_facts(config):
         model_type=_field(config, "model_type"), num_layers=_field(config, "num_hidden_layers"),
         hidden_size=_field(config, "hidden_size"), intermediate_size=_field(config, "intermediate_size"),
         num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads, head_dim=_head_dim(config),
-        vocab_size=_field(config, "vocab_size"), rms_norm_eps=_field(config, "rms_norm_eps"), rope=_rope(config),
-        max_position_embeddings=_field(config, "max_position_embeddings"))
+        vocab_size=_field(config, "vocab_size"), rms_norm_eps=_field(config, "rms_norm_eps"),
+        rope=_rope(config), max_position_embeddings=_field(config, "max_position_embeddings"))
 
-# %% ../nbs/11_targets.ipynb #c0bade21
+# %% ../nbs/11_targets.ipynb #4291451e
 def facts(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetFacts:        # read from config.json and headers, no weights loaded
@@ -384,8 +388,8 @@ def facts(
     norm, embed, lm_head = _ends(found, tied)
     quantization = _quantization(config) or _quantization(outer)
     weight_bytes, parameters = _sizes(found, quantization)
-    dtype = next((level[key] for level in (config, outer) for key in ("dtype", "torch_dtype") if level.get(key)),
-                 _DTYPES.get(found[embed][1]))
+    named = [level.get(key) for level in (config, outer) for key in ("dtype", "torch_dtype")]
+    dtype = next(filter(None, named), _DTYPES.get(found[embed][1]))
     tokenizer = [name for name in _TOKENIZER_FILES if (path/name).is_file()]
     return TargetFacts(
         path=path, arch=arch, wrapper=wrapper, **_config_facts(config), tie_word_embeddings=tied,
@@ -393,24 +397,25 @@ def facts(
         final_norm_key=norm, embed_key=embed, lm_head_key=lm_head, weight_fingerprint=fingerprint(path),
         tokenizer_fingerprint=fingerprint(path, tuple(tokenizer)) if tokenizer else None)
 
-# %% ../nbs/11_targets.ipynb #b41bfc8d
+# %% ../nbs/11_targets.ipynb #2c147a9f
 def tensors(
     target: str | Path,  # "default", or a checkpoint's folder
     names,               # tensor names
 ) -> dict:               # name -> torch tensor, in the dtype in which it is stored
     "Read these tensors from a checkpoint, and nothing else."
     from safetensors import safe_open
-    found = _tensors_by_name(resolve(target))
-    result = {}
+    path = resolve(target)
+    found, result = _tensors_by_name(path), {}
     for name in names:
         if name not in found:
             close = difflib.get_close_matches(name, found, 3, 0.3)
-            raise ValueError(f"no tensor {name} in {portable(resolve(target))}; close are {', '.join(close) or 'none'}")
+            raise ValueError(f"no tensor {name} in {portable(path)}; close are {', '.join(close) or 'none'}: "
+                             f"take a name from the checkpoint")
         with safe_open(found[name][0], framework="pt") as file:
             result[name] = file.get_tensor(name)
     return result
 
-
+# %% ../nbs/11_targets.ipynb #f42f381c
 @dataclass(frozen=True, eq=False)
 class TargetHead:
     "The target's embedding, final norm and output head, as tensors."
@@ -433,13 +438,127 @@ class TargetHead:
         "Return a copy on another device or in another dtype, as `torch.Tensor.to` takes them."
         embed = self.embed.to(*arguments, **options)
         lm_head = embed if self.lm_head is self.embed else self.lm_head.to(*arguments, **options)
-        return replace(self, embed=embed, lm_head=lm_head, norm_weight=self.norm_weight.to(*arguments, **options))
+        norm_weight = self.norm_weight.to(*arguments, **options)
+        return replace(self, embed=embed, lm_head=lm_head, norm_weight=norm_weight)
 
-
+# %% ../nbs/11_targets.ipynb #4bdcc5de
 def head(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetHead:         # on the CPU, in the checkpoint's dtype
     "Read embedding, final norm and output head of a target."
     known = facts(target)
     read = tensors(known.path, {known.embed_key, known.final_norm_key, known.lm_head_key})
-    return TargetHead(read[known.embed_key], read[known.final_norm_key], known.rms_norm_eps, read[known.lm_head_key])
+    return TargetHead(read[known.embed_key], read[known.final_norm_key], known.rms_norm_eps,
+                      read[known.lm_head_key])
+
+# %% ../nbs/11_targets.ipynb #18c9a401
+def _mini_config(num_layers, hidden_size):
+    "Return config.json of a tiny DeepSeek-V3 with dimensions that both engines accept."
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
+        "vocab_size": 49152, "hidden_size": hidden_size, "num_hidden_layers": num_layers,
+        "intermediate_size": 2 * hidden_size, "max_position_embeddings": 8192,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "ep_size": 1,
+        "num_nextn_predict_layers": 0, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096,
+                         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": False}
+
+
+def _wrapped(config):
+    "Put a text model's config inside Kimi-K2.5's wrapper."
+    text = {**config, "model_type": "kimi_k2"}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "torch_dtype": "bfloat16",
+            "text_config": text, "vision_config": {"model_type": "kimi_k25_vision", **vision},
+            "media_placeholder_token_id": 3, "pad_token_id": 2, "tie_word_embeddings": False}
+
+# %% ../nbs/11_targets.ipynb #a0dcd566
+def _mini_layer(config, layer):
+    "Return name -> shape of one decoder layer, names without `model.layers.N.`."
+    width, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    query, latent = config["q_lora_rank"], config["kv_lora_rank"]
+    shapes = {
+        "input_layernorm": (width,), "post_attention_layernorm": (width,),
+        "self_attn.q_a_proj": (query, width), "self_attn.q_a_layernorm": (query,),
+        "self_attn.q_b_proj": (heads * (nope + rope), query),
+        "self_attn.kv_a_proj_with_mqa": (latent + rope, width), "self_attn.kv_a_layernorm": (latent,),
+        "self_attn.kv_b_proj": (heads * (nope + value), latent), "self_attn.o_proj": (width, heads * value)}
+    narrow = config["moe_intermediate_size"]
+    blocks = {"mlp.shared_experts.": narrow, **{f"mlp.experts.{i}.": narrow for i in range(config["n_routed_experts"])}}
+    if layer < config["first_k_dense_replace"]:
+        blocks = {"mlp.": config["intermediate_size"]}
+    else:
+        shapes["mlp.gate"] = (config["n_routed_experts"], width)
+    for block, inner in blocks.items():
+        shapes |= {block + "gate_proj": (inner, width), block + "up_proj": (inner, width), block + "down_proj": (width, inner)}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _mini_weights(config, seed):
+    "Return random tensors by name: unit variance kept through each layer, norms near one."
+    import torch
+    random = torch.Generator().manual_seed(seed)
+    width, vocabulary = config["hidden_size"], config["vocab_size"]
+    shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,),
+              "lm_head.weight": (vocabulary, width)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _mini_layer(config, layer).items()}
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=random)
+        if len(shape) == 1:
+            noise = 1 + 0.1 * noise
+        elif name != "model.embed_tokens.weight":
+            noise = noise * shape[-1] ** -0.5
+        weights[name] = noise.bfloat16()
+        if name.endswith("mlp.gate.weight"):
+            bias = 0.01 * torch.randn(shape[0], generator=random)
+            weights[name.replace("weight", "e_score_correction_bias")] = bias  # float32 in the original too
+    return weights
+
+# %% ../nbs/11_targets.ipynb #fefb5470
+def _check_free(out):
+    "Refuse to write into a folder that holds anything but an earlier mini Kimi."
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        ours = read_json(out/"checksums.json")["recipe"]["kind"] == "mini_kimi"
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{portable(out)} holds other files; expected a new folder or an earlier mini Kimi: "
+                         f"choose another name")
+
+
+def mini_kimi(
+    out: str | Path,         # folder to make, about 40 MB
+    wrapper: bool = False,   # as KimiK25ForConditionalGeneration, weights under language_model.
+    seed: int = 0,           # of the random weights
+    num_layers: int = 8,     # at least 7, or the default boundaries collide
+    hidden_size: int = 128,  # a multiple of 64
+) -> Path:                   # `out`
+    "Write a tiny random checkpoint with the architecture of Kimi-K2 or, wrapped, of Kimi-K2.5."
+    from safetensors.torch import save_file
+    if num_layers < 7 or hidden_size < 64 or hidden_size % 64:
+        raise ValueError(f"{num_layers} layers of width {hidden_size}; expected at least 7 layers and a multiple of 64")
+    out = Path(out)
+    _check_free(out)
+    config = _mini_config(num_layers, hidden_size)
+
+    def make(folder):
+        prefix = "language_model." if wrapper else ""
+        weights = {prefix + name: tensor for name, tensor in _mini_weights(config, seed).items()}
+        save_file(weights, folder/"model.safetensors", {"format": "pt"})
+        (folder/"model.safetensors").chmod(0o644)
+        write_json(folder/"config.json", _wrapped(config) if wrapper else config)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            shutil.copyfile(default_target()/name, folder/name)
+
+    recipe = {"kind": "mini_kimi", "wrapper": wrapper, "seed": seed, "config": config, "layout": 1}
+    return _build_once(out, recipe, make)
