@@ -106,6 +106,7 @@ def call(command: list, folder: Path) -> None:
     "Run one build step; its output is shown only when it fails."
     paths = [str(folder), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env.pop("IN_TEST", None)  # nbdev's mark of a notebook under test, under which it exports nothing
     done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise BrokenSite(f"{Path(str(command[0])).name} failed with exit status {done.returncode}:\n{done.stdout[-6000:]}")
@@ -126,8 +127,9 @@ def render_smalldocs(folder: Path) -> Path:
     drop_numbers(proc)
     write_source_pages(folder / "k2eagle", proc / "source")
     call([sys.executable, "-m", "smalldocs.cli", "render", "-q", str(proc)], folder)
+    website = yaml.safe_load((folder / "nbs" / "nbdev.yml").read_text(encoding="utf-8"))["website"]
     for page in (proc / "_docs").rglob("*.html"):
-        page.write_text(finish(page.read_text(encoding="utf-8"), page.relative_to(proc / "_docs")), encoding="utf-8")
+        page.write_text(finish(page.read_text(encoding="utf-8"), page.relative_to(proc / "_docs"), website), encoding="utf-8")
     for style in (proc / "_docs").rglob("*.css"):
         style.write_text(without_web_fonts(style.read_text(encoding="utf-8")), encoding="utf-8")
     return proc / "_docs"
@@ -165,13 +167,11 @@ def close_spans(lines: list[str]) -> list[str]:
     return closed
 
 
-def finish(page: str, name: Path) -> str:
+def finish(page: str, name: Path, website: dict) -> str:
     "Make links relative and maths static."
-    website = re.search(r'site-url: "([^"]+)"', (ROOT / "nbs" / "nbdev.yml").read_text(encoding="utf-8"))[1]
-    repository = re.search(r'repo-url: "([^"]+)"', (ROOT / "nbs" / "nbdev.yml").read_text(encoding="utf-8"))[1]
     up = "../" * (len(name.parts) - 1) or "./"
-    page = re.sub(rf'href="{re.escape(website)}/?', f'href="{up}', page)
-    page = re.sub(rf'href="{re.escape(repository)}/blob/\w+/k2eagle/(\w+)\.py', rf'href="{up}source/\1.html', page)
+    page = re.sub(rf'href="{re.escape(website["site-url"])}/?', f'href="{up}', page)
+    page = re.sub(rf'href="{re.escape(website["repo-url"])}/blob/\w+/k2eagle/(\w+)\.py', rf'href="{up}source/\1.html', page)
     page = re.sub(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?', "", page)
     page = re.sub(r"<summary>Definition: ([^<]+)</summary>", definition_anchors(set(re.findall(r'\bid="([^"]+)"', page))), page)
     return MATHS.sub(mathml, page)

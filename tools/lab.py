@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LAB = Path(sys.prefix) / "share" / "jupyter" / "lab"
 OVERRIDES = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false"},
-    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineNumbers": False}, "recordTiming": False},
 }
 
 
@@ -28,14 +27,13 @@ def workspace(notebooks: list[str]) -> dict:
 
 def prepare() -> Path:
     "Write the settings, and the workspace if there is none yet; returns the folder of workspaces."
-    from jupyterlab.commands import get_workspaces_dir  # noqa: F401  (fails early with a clear name if JupyterLab is absent)
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 
     settings = LAB / "settings" / "overrides.json"
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(OVERRIDES, indent=2), encoding="utf-8")
-    folder = LAB / "workspaces"
-    folder.mkdir(exist_ok=True)
+    folder = Path(os.environ.get("JUPYTERLAB_WORKSPACES_DIR", LAB / "workspaces"))
+    folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "nbs" / "runs").glob("*.ipynb"))
     manager = WorkspacesManager(str(folder))
     if not any(known["metadata"]["id"] == "k2eagle" for known in manager.list_workspaces()):
