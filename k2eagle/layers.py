@@ -12,7 +12,6 @@ import operator
 import warnings
 from typing import NamedTuple
 
-import pandas as pd
 from packaging.version import InvalidVersion, Version
 
 # %% ../nbs/10_layers.ipynb #2a3a6fd1
@@ -337,15 +336,17 @@ def with_ids(
     return {**config, "eagle_config": nested}
 
 # %% ../nbs/10_layers.ipynb #a559dcea
-def rules() -> pd.DataFrame:  # engine, models, since, meaning, lowest boundary, boundary n, source
+def rules() -> "pandas.DataFrame":  # engine, models, since, meaning, lowest boundary, boundary n, source
     "Return every rule about the meaning of layer ids, by engine and version."
+    import pandas as pd
     names = {"families": "models", "last": "boundary n", "lowest": "lowest boundary"}
     frame = pd.DataFrame(MEANINGS).rename(columns=names)
     return frame.assign(models=frame.models.str.join(", "), source=frame.engine + ": " + frame.source)
 
 
-def readings() -> pd.DataFrame:  # engine, since, keys in the order tried, source
+def readings() -> "pandas.DataFrame":  # engine, since, keys in the order tried, source
     "Return every rule about the place where an engine looks for layer ids."
+    import pandas as pd
     frame = pd.DataFrame(READINGS)
     tried = [", then ".join(".".join(key) for key in keys) for keys in frame["keys"]]
     return frame.assign(keys=[keys or "none: always the default" for keys in tried])
