@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 from . import targets, text
 from .files import portable, read_json, write_atomic, write_json
 from .layers import check_boundaries, default_boundaries
+from .progress import bar
 from .store import Store, create, open_store
 
 # %% ../nbs/21_capture.ipynb #c48a6f98
@@ -114,12 +114,15 @@ def answer(
     if len(rows) < len(pairs):
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
         model, tokenizer = load_model(target, dtype, device), text.load_tokenizer(targets.resolve(target))
-        for first in tqdm(range(len(rows), len(pairs), batch_size), unit="batch", desc="answering", disable=None):
+        progress = bar(len(pairs), "prompt", "answering", len(rows))
+        for first in range(len(rows), len(pairs), batch_size):
             batch = pairs[first:first + batch_size]
             prompt_ids = [text.prompt_tokens(tokenizer, message) for _, message in batch]
             made = generate(model, prompt_ids, max_new_tokens, temperature, seed + first)
             _append(path, [dict(id=name, prompt=ids, answer=tokens, finished=finished)
                            for (name, _), ids, (tokens, finished) in zip(batch, prompt_ids, made)])
+            progress.update(len(batch))
+        progress.close()
     return [_sample(row) for row in _answered(path)]
 
 # %% ../nbs/21_capture.ipynb #014f9794
@@ -213,7 +216,7 @@ def capture(
 # %% ../nbs/21_capture.ipynb #e9eb0b19
 def _fill(writer, model, samples: list, boundaries: tuple, batch_tokens: int):
     "Write every document that is not there yet, reading the same groups an unbroken capture reads."
-    bar = tqdm(total=sum(len(s.tokens) for s in samples), unit="token", desc="capturing", disable=None)
+    progress = bar(sum(len(sample.tokens) for sample in samples), "token", "capturing")
     for group in _groups(samples, batch_tokens):
         if group[-1] >= writer.next_document:
             together = states(model, [samples[i] for i in group], boundaries)
@@ -221,5 +224,5 @@ def _fill(writer, model, samples: list, boundaries: tuple, batch_tokens: int):
                 if index == writer.next_document:
                     sample = samples[index]
                     writer.append(torch.tensor(sample.tokens), hidden, last, torch.tensor(sample.loss_mask))
-        bar.update(sum(len(samples[i].tokens) for i in group))
-    bar.close()
+        progress.update(sum(len(samples[i].tokens) for i in group))
+    progress.close()

@@ -475,14 +475,18 @@ def _cause(error):
 # %% ../nbs/90_runs.ipynb #a67bf0ec
 @contextlib.contextmanager
 def _quiet_papermill():
-    "Hold back papermill's warnings: it cannot read `X | None`, and unknown names are refused before."
-    logger = logging.getLogger("papermill")
+    "Hold back papermill's warnings (it cannot read `X | None`) and the kernel's progress bars."
+    logger, headless = logging.getLogger("papermill"), os.environ.get("K2EAGLE_HEADLESS")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    os.environ["K2EAGLE_HEADLESS"] = "1"  # the kernel inherits it: see k2eagle.progress
     try:
         yield
     finally:
         logger.setLevel(level)
+        os.environ.pop("K2EAGLE_HEADLESS")
+        if headless is not None:
+            os.environ["K2EAGLE_HEADLESS"] = headless
 
 def _execute(notebook, target, values, verbose):
     "Run a notebook with papermill; turn what goes wrong into a RunError."
