@@ -63,7 +63,7 @@ def _cut(answer: list, stops: set) -> tuple:
     end = next((i + 1 for i, token in enumerate(answer) if token in stops), None)
     return answer[:end], end is not None
 
-# %% ../nbs/21_capture.ipynb #ada9f637
+# %% ../nbs/21_capture.ipynb #c0544875
 def _named(prompts: list) -> list:  # (id, text) of each prompt
     "Take prompts as `Prompt` or plain text."
     if not prompts:
@@ -89,55 +89,63 @@ def _answered(path: Path) -> list:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
-# %% ../nbs/21_capture.ipynb #c0544875
+# %% ../nbs/21_capture.ipynb #014f9794
+def _batches(pairs: list, tokenizer, batch_size: int) -> list:  # lists of (id, prompt token ids)
+    "Prompts of similar length together: the shorter ones of a batch are padded to its longest."
+    encoded = [(name, text.prompt_tokens(tokenizer, message)) for name, message in pairs]
+    encoded.sort(key=lambda pair: len(pair[1]))
+    return [encoded[first:first + batch_size] for first in range(0, len(encoded), batch_size)]
+
+
+def _answer_rest(path: Path, batches: list, model, max_new_tokens: int, temperature: float, seed: int):
+    "Answer the batches that are not in the file yet; a batch of which a part is there is answered again."
+    rows, done, begun = _answered(path), 0, 0
+    while begun < len(batches) and done + len(batches[begun]) <= len(rows):
+        done += len(batches[begun])
+        begun += 1
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows[:done]))
+    progress = bar(sum(map(len, batches)), "prompt", "answering", done)
+    for number, batch in enumerate(batches[begun:], begun):
+        made = generate(model, [prompt for _, prompt in batch], max_new_tokens, temperature, seed + number)
+        with open(path, "ab") as file:
+            file.write("".join(json.dumps(dict(id=name, prompt=prompt, answer=tokens, finished=finished)) + "\n"
+                               for (name, prompt), (tokens, finished) in zip(batch, made)).encode())
+        progress.update(len(batch))
+    progress.close()
+
+# %% ../nbs/21_capture.ipynb #a4745c0f
 def answer(
     target: str | Path,         # a checkpoint
     prompts: list,              # `text.Prompt` or texts
     out: str | Path,            # folder for answers.jsonl; an interrupted one is continued
     temperature: float = 0.0,   # 0 is greedy
     max_new_tokens: int = 128,  # an answer is cut off there
-    batch_size: int = 64,       # prompts at a time
+    batch_size: int = 128,      # prompts at a time
     seed: int = 0,              # of the sampling
     dtype: str = "bfloat16",
     device: str | None = None,
 ) -> list:                      # of `text.Sample`, in the order of the prompts
     "Let the target answer prompts, greedily or sampled."
     folder, path, pairs = Path(out), Path(out) / "answers.jsonl", _named(prompts)
-    folder.mkdir(parents=True, exist_ok=True)
     if max_new_tokens < 1 or batch_size < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens}, batch_size {batch_size}, temperature {temperature}; "
                          "expected at least 1, 1 and 0")
+    folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, dict(target=targets.facts(target).weight_fingerprint, prompts=[name for name, _ in pairs], seed=seed,
                         temperature=temperature, max_new_tokens=max_new_tokens, batch_size=batch_size, dtype=dtype))
-    rows = _answered(path)
-    rows = rows[:len(rows) - len(rows) % batch_size] if len(rows) < len(pairs) else rows
-    if len(rows) < len(pairs):
-        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-        model, tokenizer = load_model(target, dtype, device), text.load_tokenizer(targets.resolve(target))
-        progress = bar(len(pairs), "prompt", "answering", len(rows))
-        for first in range(len(rows), len(pairs), batch_size):
-            batch = pairs[first:first + batch_size]
-            prompt_ids = [text.prompt_tokens(tokenizer, message) for _, message in batch]
-            made = generate(model, prompt_ids, max_new_tokens, temperature, seed + first)
-            _append(path, [dict(id=name, prompt=ids, answer=tokens, finished=finished)
-                           for (name, _), ids, (tokens, finished) in zip(batch, prompt_ids, made)])
-            progress.update(len(batch))
-        progress.close()
-    return [_sample(row) for row in _answered(path)]
+    if len(_answered(path)) < len(pairs):
+        batches = _batches(pairs, text.load_tokenizer(targets.resolve(target)), batch_size)
+        _answer_rest(path, batches, load_model(target, dtype, device), max_new_tokens, temperature, seed)
+    rows = {row["id"]: row for row in _answered(path)}
+    return [_sample(rows[name]) for name, _ in pairs]
 
-# %% ../nbs/21_capture.ipynb #014f9794
-def _append(path: Path, rows: list):
-    "Add finished answers to the file."
-    with open(path, "ab") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
+# %% ../nbs/21_capture.ipynb #27591ddd
 def _sample(row: dict) -> text.Sample:
     "One line of answers.jsonl as tokens and mask."
     mask = [False] * len(row["prompt"]) + [True] * len(row["answer"])
     return text.Sample(row["id"], row["prompt"] + row["answer"], text.check_mask(mask), row["finished"])
 
-# %% ../nbs/21_capture.ipynb #47b29e33
+# %% ../nbs/21_capture.ipynb #6271ad72
 @torch.inference_mode()
 def states(
     model,              # from `load_model`
@@ -151,7 +159,7 @@ def states(
     return [(hidden[i, :len(sample.tokens)], output.last_hidden_state[i, :len(sample.tokens)])
             for i, sample in enumerate(samples)]
 
-# %% ../nbs/21_capture.ipynb #b993869f
+# %% ../nbs/21_capture.ipynb #e9eb0b19
 def _groups(samples: list, batch_tokens: int) -> list:
     "Neighbouring samples that are read together: the same grouping whatever was finished before."
     groups, width = [[]], 0
@@ -183,7 +191,7 @@ def _manifest_facts(target: Path, facts: targets.TargetFacts, answers: dict | No
                 template_fingerprint=text.template_fingerprint(text.load_tokenizer(target)), answers=answers,
                 attention_backend="sdpa")
 
-# %% ../nbs/21_capture.ipynb #c5bd35f7
+# %% ../nbs/21_capture.ipynb #1756ca39
 def capture(
     model: str | Path,                # the target's checkpoint
     prompts_or_samples: list,         # `text.Prompt` or texts to be answered first, or finished `text.Sample`
@@ -213,7 +221,7 @@ def capture(
             _fill(writer, load_model(target, dtype, device), samples, boundaries, batch_tokens)
     return open_store(out)
 
-# %% ../nbs/21_capture.ipynb #e9eb0b19
+# %% ../nbs/21_capture.ipynb #79b8d680
 def _fill(writer, model, samples: list, boundaries: tuple, batch_tokens: int):
     "Write every document that is not there yet, reading the same groups an unbroken capture reads."
     progress = bar(sum(len(sample.tokens) for sample in samples), "token", "capturing")

@@ -630,7 +630,10 @@ class _ShardFile(_File):
 def _read_index(handle, file: Path, shard: Shard) -> tuple:
     "Ids and offsets of a shard's documents."
     offsets = handle.get_tensor("offsets").tolist()
-    ids = json.loads((handle.metadata() or {}).get("ids", "[]"))
+    try:
+        ids = json.loads((handle.metadata() or {}).get("ids", "[]"))
+    except ValueError as error:
+        raise ValueError(f"{file} is altered: the list of its documents is not JSON any more ({error})") from None
     rising = all(start < stop for start, stop in zip(offsets, offsets[1:]))
     if not rising or offsets[0] != 0 or offsets[-1] != shard.tokens or len(ids) != shard.documents:
         raise ValueError(f"{file} is altered: its index does not fit the {shard.tokens} tokens and "

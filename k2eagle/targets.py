@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .files import fingerprint, home, portable, read_json, sha256_file, sync_folder, write_json
+from .files import fingerprint, home, local, portable, read_json, sha256_file, sync_folder, write_json
 from .layers import ARCHITECTURES
 
 # %% ../nbs/11_targets.ipynb #1a267ed0
@@ -174,7 +174,7 @@ def resolve(
     "Return the folder of a target, after checking that it holds a usable checkpoint."
     if str(target) == "default":
         return default_target()
-    path = Path(target).expanduser()
+    path = local(target)
     if not path.exists():
         raise FileNotFoundError(f"no target at {target}; expected a local folder, or \"default\"; "
                                 f"download the model first and give its folder")
@@ -265,7 +265,7 @@ def _quantization(config):
         widths = {described.get("bnb_4bit_quant_type", "int4")}
     return " ".join([method, *sorted(widths)])
 
-# %% ../nbs/11_targets.ipynb #4291451e
+# %% ../nbs/11_targets.ipynb #f15839bb
 _SCALES = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx", "_zeros", "qzeros", "scales", "g_idx")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1 byte
@@ -278,7 +278,7 @@ def _elements(shape):
         count *= size
     return count
 
-
+# %% ../nbs/11_targets.ipynb #17e32832
 def _sizes(found, quantization):
     "Return bytes and parameters of the tensors in a checkpoint."
     bits = 4 if "4" in (quantization or "") else 8
@@ -291,7 +291,7 @@ def _sizes(found, quantization):
             parameters += count * (_WIDTHS.get(dtype, 1) * 8 // bits if packed else 1)
     return total_bytes, parameters
 
-# %% ../nbs/11_targets.ipynb #f15839bb
+# %% ../nbs/11_targets.ipynb #b41bfc8d
 def _ends(found, tied):
     "Return the names of the final norm, the embedding and the head."
     for prefix in ("model.", "language_model.model.", "model.language_model."):
@@ -308,7 +308,7 @@ def _ends(found, tied):
         raise ValueError(f"no {missing[0]} among the tensors; expected it unquantised beside {embed}")
     return keys
 
-# %% ../nbs/11_targets.ipynb #f42f381c
+# %% ../nbs/11_targets.ipynb #d50de94d
 @dataclass(frozen=True)
 class TargetFacts:
     "What a drafter must know about its target."
@@ -342,7 +342,7 @@ class TargetFacts:
         "The architecture that an engine loads: the wrapper if there is one."
         return self.wrapper or self.arch
 
-# %% ../nbs/11_targets.ipynb #a670cbb5
+# %% ../nbs/11_targets.ipynb #b6059463
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
@@ -375,7 +375,7 @@ def _config_facts(config):
         vocab_size=_field(config, "vocab_size"), rms_norm_eps=_field(config, "rms_norm_eps"),
         rope=_rope(config), max_position_embeddings=_field(config, "max_position_embeddings"))
 
-# %% ../nbs/11_targets.ipynb #d50de94d
+# %% ../nbs/11_targets.ipynb #4ffcc043
 def facts(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetFacts:        # read from config.json and headers, no weights loaded
@@ -399,7 +399,7 @@ def facts(
         final_norm_key=norm, embed_key=embed, lm_head_key=lm_head, weight_fingerprint=fingerprint(path),
         tokenizer_fingerprint=fingerprint(path, tuple(tokenizer)) if tokenizer else None)
 
-# %% ../nbs/11_targets.ipynb #18c9a401
+# %% ../nbs/11_targets.ipynb #77830995
 def tensors(
     target: str | Path,  # "default", or a checkpoint's folder
     names,               # tensor names
@@ -417,7 +417,7 @@ def tensors(
             result[name] = file.get_tensor(name)
     return result
 
-# %% ../nbs/11_targets.ipynb #a0dcd566
+# %% ../nbs/11_targets.ipynb #397a9e6a
 @dataclass(frozen=True, eq=False)
 class TargetHead:
     "The target's embedding, final norm and output head, as tensors."
@@ -443,7 +443,7 @@ class TargetHead:
         norm_weight = self.norm_weight.to(*arguments, **options)
         return replace(self, embed=embed, lm_head=lm_head, norm_weight=norm_weight)
 
-# %% ../nbs/11_targets.ipynb #a6ea90db
+# %% ../nbs/11_targets.ipynb #37b380d9
 def head(
     target: str | Path,  # "default", or a checkpoint's folder
 ) -> TargetHead:         # on the CPU, in the checkpoint's dtype
@@ -453,7 +453,7 @@ def head(
     return TargetHead(read[known.embed_key], read[known.final_norm_key], known.rms_norm_eps,
                       read[known.lm_head_key])
 
-# %% ../nbs/11_targets.ipynb #fa6699ad
+# %% ../nbs/11_targets.ipynb #1c97ee35
 def _mini_config(num_layers, hidden_size):
     "Return config.json of a tiny DeepSeek-V3 with dimensions that both engines accept."
     return {
@@ -471,7 +471,7 @@ def _mini_config(num_layers, hidden_size):
                          "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": False}
 
-
+# %% ../nbs/11_targets.ipynb #b7187734
 def _wrapped(config):
     "Put a text model's config inside Kimi-K2.5's wrapper."
     text = {**config, "model_type": "kimi_k2"}
@@ -481,7 +481,7 @@ def _wrapped(config):
             "vision_config": {"model_type": "kimi_k25_vision", **vision},
             "media_placeholder_token_id": 3, "pad_token_id": 2, "tie_word_embeddings": False}
 
-# %% ../nbs/11_targets.ipynb #20d01108
+# %% ../nbs/11_targets.ipynb #11193cd7
 def _mini_layer(config, layer):
     "Return name -> shape of one decoder layer, names without `model.layers.N.`."
     width, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
@@ -504,7 +504,7 @@ def _mini_layer(config, layer):
         shapes[block + "down_proj"] = (width, inner)
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
-# %% ../nbs/11_targets.ipynb #60a6f712
+# %% ../nbs/11_targets.ipynb #01f41fb0
 def _mini_weights(config, seed):
     "Return random tensors by name: unit variance kept through each layer, norms near one."
     import torch
@@ -528,7 +528,7 @@ def _mini_weights(config, seed):
             weights[name.replace("weight", "e_score_correction_bias")] = bias  # float32 in the original too
     return weights
 
-# %% ../nbs/11_targets.ipynb #1c97ee35
+# %% ../nbs/11_targets.ipynb #99640955
 def _check_free(out):
     "Refuse to write into a folder that holds anything but an earlier mini Kimi."
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -554,7 +554,7 @@ def _make_mini(folder, recipe):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(source/name, folder/name)
 
-# %% ../nbs/11_targets.ipynb #c03425c5
+# %% ../nbs/11_targets.ipynb #b2dd1c8c
 def mini_kimi(
     out: str | Path,         # folder to make, about 40 MB
     wrapper: bool = False,   # as KimiK25ForConditionalGeneration, weights under language_model.
