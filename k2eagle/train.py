@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoint, targets, text
-from .accept import simulate
+from .accept import check_fit, simulate
 from .drafter import config_for, new_drafter, shifted
 from .files import read_json, write_atomic, write_json
 from .layers import default_boundaries
@@ -252,8 +252,10 @@ def _start(store, target, drafter, draft_vocab_size: int, config: TrainConfig) -
     "Check that store and target belong together; make a new head if none was given."
     facts = targets.facts(target)
     refuse_mismatch(store.manifest, facts, "the target")
+    text.check_mask(store[0].loss_mask.tolist())  # states from elsewhere may come without a mask
     head = targets.head(target)
     if drafter is not None:
+        check_fit(drafter, store.manifest, config.ttt_steps, _temperature(store))
         return drafter.float().train(), head
     counts = text.count_tokens(store, facts.vocab_size)
     boundaries = tuple(store.manifest.boundaries)
