@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lab docs clean
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# beside other work, threads that spin while they wait cost more than they save
+export OMP_WAIT_POLICY ?= PASSIVE
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile | expand -t 14

@@ -474,26 +474,26 @@ def _cause(error):
 
 # %% ../nbs/90_runs.ipynb #a67bf0ec
 @contextlib.contextmanager
-def _quiet_papermill():
-    "Hold back papermill's warnings (it cannot read `X | None`) and the kernel's progress bars."
-    logger, headless = logging.getLogger("papermill"), os.environ.get("K2EAGLE_HEADLESS")
+def _headless():
+    "Hold back papermill's warnings (it cannot read `X | None`) and give the kernel an environment for unwatched work."
+    logger, before = logging.getLogger("papermill"), dict(os.environ)
     level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ["K2EAGLE_HEADLESS"] = "1"  # the kernel inherits it: see k2eagle.progress
+    os.environ["K2EAGLE_HEADLESS"] = "1"  # no progress bars: see k2eagle.progress
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to others: see LOG.md
     try:
         yield
     finally:
         logger.setLevel(level)
-        os.environ.pop("K2EAGLE_HEADLESS")
-        if headless is not None:
-            os.environ["K2EAGLE_HEADLESS"] = headless
+        os.environ.clear()
+        os.environ.update(before)
 
 def _execute(notebook, target, values, verbose):
     "Run a notebook with papermill; turn what goes wrong into a RunError."
     import papermill
     streams = {"stdout_file": sys.stdout, "stderr_file": sys.stderr} if verbose else {}
     try:
-        with _quiet_papermill():
+        with _headless():
             papermill.execute_notebook(
                 str(notebook), str(target), parameters=values, kernel_name="python3", cwd=str(project_root()),
                 progress_bar=sys.stderr.isatty(), **streams,
