@@ -101,11 +101,11 @@ def _intervals(frame, columns, drafts, confidence, seed) -> tuple:
 
     def share(name):
         low, high = bootstrap_ratio(frame[name].to_numpy(), steps, confidence, seed)
-        return wilson(frame[name].sum(), drafts, confidence) if low == high else (low, high)
+        return (low, high) if low < high else wilson(frame[name].sum(), drafts, confidence)
 
     kept_ci = tuple(share(name) for name in columns)
     low, high = bootstrap_ratio(frame["accepted"].to_numpy(), steps, confidence, seed)
-    if low == high and kept_ci:  # no spread to resample: add up the positions' own intervals
+    if not low < high and kept_ci:  # one row, or no spread to resample: add up the positions' own intervals
         low, high = (sum(interval[side] for interval in kept_ci) for side in (0, 1))
     return (1 + low, 1 + high), kept_ci
 
@@ -195,14 +195,22 @@ def simulate(
         ahead = torch.stack([torch.roll(tokens, -2 - k, 1) for k in range(num_draft)], -1)  # walk() stops short of the wrap
         correct = (guesses == ahead).cpu().numpy()
         rows += [_count(document, correct[i, :len(document.tokens)]) for i, document in enumerate(batch)]
-    return summarize(pd.DataFrame(rows), num_draft, source, seed=seed)
+    measured = summarize(pd.DataFrame(rows, columns=_columns(num_draft)), num_draft, source, seed=seed)
+    if not measured.drafts:
+        raise ValueError(f"no answer has room for a step of {num_draft} draft tokens; take a smaller num_draft or longer answers")
+    return measured
 
 # %% ../nbs/41_accept.ipynb #b99e4441
 def _count(document, correct: np.ndarray) -> dict:
     "The counts of one document."
     kept, num_draft = walk(correct, document.loss_mask.numpy()), correct.shape[1]
-    return {"id": document.id, "drafts": len(kept), "drafted": num_draft * len(kept), "accepted": sum(kept),
-            **{f"pos_{k}": sum(k <= count for count in kept) for k in range(1, num_draft + 1)}}
+    reached = [sum(k <= count for count in kept) for k in range(1, num_draft + 1)]
+    return dict(zip(_columns(num_draft), [document.id, len(kept), num_draft * len(kept), sum(kept), *reached]))
+
+
+def _columns(num_draft: int) -> list:
+    "Names of the counts of a document."
+    return ["id", "drafts", "drafted", "accepted", *(f"pos_{k}" for k in range(1, num_draft + 1))]
 
 # %% ../nbs/41_accept.ipynb #485d5583
 @torch.no_grad()

@@ -6,7 +6,10 @@
 __all__ = ['load_model', 'generate', 'answer', 'states', 'capture']
 
 # %% ../nbs/21_capture.ipynb #011d34d0
+import fcntl
+import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,12 +30,14 @@ def load_model(
     device: str | None = None,  # 'cpu' | 'cuda'; None takes CUDA when there is one
 ):                              # a transformers causal LM, in evaluation mode
     "Load the target into Hugging Face transformers."
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype {dtype!r}; expected 'bfloat16', 'float16' or 'float32'")
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(targets.resolve(target), dtype=getattr(torch, dtype))
+    # a checkpoint's own top_p, penalties and suppressed tokens would change answers and appear in no manifest
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 # %% ../nbs/21_capture.ipynb #26e9242d
@@ -72,6 +77,22 @@ def _named(prompts: list) -> list:  # (id, text) of each prompt
     if len({name for name, _ in pairs}) != len(pairs):
         raise ValueError("two prompts have the same id; expected each prompt once")
     return pairs
+
+
+@contextmanager
+def _alone(folder: Path):
+    "Keep a second process from answering into the same folder."
+    with open(folder / ".answering", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is answering into {folder.name}; wait for it, or choose another folder") from None
+        yield
+
+
+def _digest(*parts) -> str:
+    "A short digest of JSON values."
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _claim(folder: Path, settings: dict):
@@ -131,11 +152,13 @@ def answer(
         raise ValueError(f"max_new_tokens {max_new_tokens}, batch_size {batch_size}, temperature {temperature}; "
                          "expected at least 1, 1 and 0")
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, dict(target=targets.facts(target).weight_fingerprint, prompts=[name for name, _ in pairs], seed=seed,
-                        temperature=temperature, max_new_tokens=max_new_tokens, batch_size=batch_size, dtype=dtype))
-    if len(_answered(path)) < len(pairs):
-        batches = _batches(pairs, text.load_tokenizer(targets.resolve(target)), batch_size)
-        _answer_rest(path, batches, load_model(target, dtype, device), max_new_tokens, temperature, seed)
+    with _alone(folder):
+        _claim(folder, dict(target=targets.facts(target).weight_fingerprint, prompts=len(pairs), texts=_digest(pairs),
+                            temperature=temperature, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed,
+                            dtype=dtype))
+        if len(_answered(path)) < len(pairs):
+            batches = _batches(pairs, text.load_tokenizer(targets.resolve(target)), batch_size)
+            _answer_rest(path, batches, load_model(target, dtype, device), max_new_tokens, temperature, seed)
     rows = {row["id"]: row for row in _answered(path)}
     return [_sample(rows[name]) for name, _ in pairs]
 
@@ -183,8 +206,9 @@ def _check_samples(samples: list, facts: targets.TargetFacts):
                              f"{facts.max_position_embeddings}")
 
 
-def _manifest_facts(target: Path, facts: targets.TargetFacts, answers: dict | None) -> dict:
-    "What the manifest must say about who made the states."
+def _manifest_facts(target: Path, facts: targets.TargetFacts, samples: list, answers: dict | None) -> dict:
+    "What the manifest must say about who made the states, and of which conversations."
+    answers = {**(answers or {}), "conversations": _digest([[sample.tokens, sample.loss_mask] for sample in samples])}
     return dict(engine="hf", engine_version=f"transformers {version('transformers')}", model=portable(target),
                 arch=facts.arch, weight_fingerprint=facts.weight_fingerprint, quantization=facts.quantization,
                 num_layers=facts.num_layers, last_norm="post_norm", tokenizer_fingerprint=facts.tokenizer_fingerprint or "unknown",
@@ -212,9 +236,9 @@ def capture(
     boundaries = check_boundaries(boundaries or default_boundaries(facts.num_layers), facts.num_layers)
     if not samples or not isinstance(samples[0], text.Sample):
         samples = answer(target, samples, out, dtype=dtype, device=device, **options)
-        answers = {k: v for k, v in read_json(Path(out) / "answers.json").items() if k not in ("prompts", "target")}
+        answers = {k: v for k, v in read_json(Path(out) / "answers.json").items() if k != "target"}
     _check_samples(samples, facts)
-    manifest = _manifest_facts(target, facts, answers)
+    manifest = _manifest_facts(target, facts, samples, answers)
     lengths, ids = [len(s.tokens) for s in samples], [s.id for s in samples]
     with create(out, manifest, lengths, boundaries, facts.hidden_size, ids, dtype) as writer:
         if writer.next_document < len(samples):

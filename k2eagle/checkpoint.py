@@ -79,7 +79,8 @@ def _weights(drafter: Drafter) -> dict:
 
 # %% ../nbs/31_checkpoint.ipynb #62b8d000
 def read_config(
-    folder: str | Path,  # a flat EAGLE-3 checkpoint
+    folder: str | Path,                # a flat EAGLE-3 checkpoint
+    target: str | Path | None = None,  # the target's checkpoint; needed where ids stand only under eagle_config
 ) -> DrafterConfig:
     "Read config.json into sizes and switches."
     path, raw = Path(folder) / "config.json", read_json(Path(folder) / "config.json")
@@ -89,13 +90,29 @@ def read_config(
     missing = [name for name in (*names, "draft_vocab_size") if raw.get(name) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; expected a flat EAGLE-3 config with these fields")
+    if raw.get("num_hidden_layers", 1) != 1 or raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path} has {raw.get('num_hidden_layers')} layers and {raw.get('hidden_act')!r}; "
+                         "expected one layer with 'silu'")
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     optional = ("rms_norm_eps", "max_position_embeddings", "target_hidden_size", *SWITCHES)
-    boundaries = raw.get("eagle_aux_hidden_state_layer_ids")
+    boundaries = _boundaries(raw, target)
     return DrafterConfig(**{name: raw[name] for name in names}, draft_vocab_size=raw["draft_vocab_size"], head_dim=head_dim,
-                         rope=_rope(raw), boundaries=tuple(boundaries) if boundaries else None,
+                         rope=_rope(raw), boundaries=boundaries,
                          num_aux=raw.get("num_aux_hidden_states") or (len(boundaries) if boundaries else 3),
                          **{name: raw[name] for name in optional if raw.get(name) is not None})
+
+
+def _boundaries(raw: dict, target) -> tuple | None:
+    "The boundaries a config means: vLLM's key says so itself, SGLang's depends on the target."
+    if raw.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(raw["eagle_aux_hidden_state_layer_ids"])
+    if not (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        return None
+    if target is None:
+        raise ValueError("the config names layer ids under eagle_config only; give target=, whose architecture says what they mean")
+    facts = targets.facts(target)
+    captured = layers.captured(raw, "sglang", None, facts.engine_arch, facts.num_layers)
+    return None if captured == layers.default_boundaries(facts.num_layers) else captured
 
 
 def _rope(raw: dict) -> dict:
@@ -105,7 +122,7 @@ def _rope(raw: dict) -> dict:
     theta = given.get("rope_theta") or raw.get("rope_theta") or 10000.0
     return {**{k: v for k, v in given.items() if k != "type"}, "rope_type": kind, "rope_theta": theta}
 
-# %% ../nbs/31_checkpoint.ipynb #9e64ec92
+# %% ../nbs/31_checkpoint.ipynb #caf1121b
 def check_vocabulary(
     d2t: torch.Tensor,  # (Vd,) int64
     t2d: torch.Tensor,  # (V,) bool
@@ -119,7 +136,7 @@ def check_vocabulary(
     if not torch.equal(t2d.nonzero().flatten(), kept):
         raise ValueError(f"t2d marks {int(t2d.sum())} tokens, and not the {len(kept)} that d2t leads to; write both from one list")
 
-# %% ../nbs/31_checkpoint.ipynb #caf1121b
+# %% ../nbs/31_checkpoint.ipynb #d85b3cd1
 def _read_weights(folder: Path) -> dict:
     "The tensors of a checkpoint by their `midlayer.` names."
     files = sorted(folder.glob("*.safetensors"))
@@ -148,7 +165,7 @@ def _fill(drafter: Drafter, weights: dict):
         raise ValueError(f"the weights do not fit the config: {'; '.join(faults[:5])}")
     drafter.load_state_dict(weights)
 
-# %% ../nbs/31_checkpoint.ipynb #d85b3cd1
+# %% ../nbs/31_checkpoint.ipynb #7e56b1e7
 def load(
     folder: str | Path,                # a flat EAGLE-3 checkpoint
     target: str | Path | None = None,  # the target's checkpoint, for its embedding; not needed if the head has its own
@@ -157,7 +174,7 @@ def load(
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not there; expected a drafter's folder with config.json and model.safetensors")
-    drafter, weights = Drafter(read_config(folder)), _read_weights(folder)
+    drafter, weights = Drafter(read_config(folder, target)), _read_weights(folder)
     if "embed_tokens.weight" not in weights:
         if target is None:
             raise ValueError(f"{folder.name} has no embedding of its own; give target=, whose embedding it uses at serving")

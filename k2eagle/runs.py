@@ -123,9 +123,10 @@ def parameters(
 _COUNT, _SHARE = {"ge": 1}, {"ge": 0, "le": 1}
 RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     **dict.fromkeys((
-        "prompts", "heldout", "max_new_tokens", "documents", "max_tokens", "batch_size", "batch_sizes",
+        "prompts", "max_new_tokens", "documents", "max_tokens", "batch_size", "batch_sizes",
         "num_draft", "num_drafts", "ttt_steps", "steps", "batch_tokens", "draft_vocab_size", "eval_every",
         "eval_documents", "save_every", "log_every", "resamples", "repeats", "threads", "tp"), _COUNT),
+    "heldout": {"ge": 2},  # an interval needs two
     "seed": {"ge": 0}, "warmup_steps": {"ge": 0}, "boundaries": {"ge": 0}, "weight_decay": {"ge": 0},
     "temperature": {"ge": 0}, "top_p": {"gt": 0, "le": 1}, "warmup": _SHARE, "epochs": {"gt": 0},
     "learning_rate": {"gt": 0}, "gradient_clip": {"gt": 0}, "step_decay": {"gt": 0, "le": 1},
@@ -274,9 +275,11 @@ def _refuse_mixture(folder, name, values):
         raise ParameterError(f"{portable(folder)} holds results made with other parameters "
                              f"({', '.join(changed)}); choose another out_dir (--out) or start over (--fresh)")
 
-def _clear(folder):
-    "Remove what an earlier run recorded in a folder."
+def _clear(folder, name):
+    "Remove what an earlier run of the same notebook recorded in a folder."
     record = _earlier(folder)
+    if record["run"] not in (None, name):
+        raise ParameterError(f"{portable(folder)} holds results of {record['run']}, not of {name}; choose another folder")
     if record["run"]:
         for file in [*record["results"], f"{record['run']}.ipynb", RECORD]:
             (folder / Path(file).name).unlink(missing_ok=True)  # names only: a record cannot reach outside
@@ -521,8 +524,10 @@ def run(
     folder = _output_folder(str(out or chosen or f"outputs/{name}"))
     inside = folder.is_relative_to(project_root())
     values = check(known, {**params, "out_dir": _spell(folder) if inside else str(folder)})
+    if folder.resolve().is_relative_to(project_root() / "nbs"):
+        raise ParameterError(f"{_spell(folder)} is among the notebooks' sources; choose a folder elsewhere, such as outputs/{name}")
     if fresh:
-        _clear(folder)
+        _clear(folder, name)
     _refuse_mixture(folder, name, values)
     folder.mkdir(parents=True, exist_ok=True)
     _execute(notebook, folder / notebook.name, {key: values[key] for key in [*params, "out_dir"]}, verbose)

@@ -6,6 +6,7 @@
 __all__ = ['TrainConfig', 'teacher', 'ttt_loss', 'rate_at', 'collate', 'evaluate', 'TrainResult', 'train']
 
 # %% ../nbs/42_train.ipynb #1f35aaba
+import hashlib
 import io
 import json
 import math
@@ -47,6 +48,8 @@ class TrainConfig:
     save_every: int = 50           # steps between checkpoints to resume from
 
     def __post_init__(self):
+        if not (0 < self.decay <= 1 and 0 <= self.warmup < 1):
+            raise ValueError(f"decay {self.decay} and warmup {self.warmup}; expected more than 0 and at most 1, and 0 to below 1")
         positive = ("steps", "batch_tokens", "learning_rate", "ttt_steps", "clip", "eval_every", "save_every")
         for name in positive:
             if not getattr(self, name) > 0:
@@ -85,6 +88,8 @@ def ttt_loss(
     for k in range(ttt_steps):
         normed, states = drafter.step(states, shifted(tokens, k + 1), positions + k, cache)
         scored = shifted(loss_mask, k + 2)                             # (B, T): token i + 2 + k carries loss
+        if not scored.any():
+            raise ValueError(f"no token with loss has {k + 2} tokens before it; the documents are too short for pass {k + 1}")
         logits = drafter.lm_head(normed[scored]).float()               # (n, Vd)
         wanted = truth[shifted(order, k + 2)[scored]]                  # (n, Vd), the teacher's row of that token
         loss = loss + decay**k * F.cross_entropy(logits, wanted)
@@ -175,17 +180,25 @@ def _load_state(folder: Path, drafter, optimizer) -> tuple:  # (finished steps, 
     "Read it back; (0, []) for a new run."
     if not (folder / "state.pt").exists():
         return 0, []
-    state = torch.load(folder / "state.pt", weights_only=True, map_location=drafter.fc.weight.device)
-    drafter.load_state_dict(state["drafter"], strict=False)
-    optimizer.load_state_dict(state["optimizer"])
-    history = pd.read_csv(folder / "history.csv").to_dict("records")
-    return state["step"], [row for row in history if row["step"] <= state["step"]]
+    try:
+        state = torch.load(folder / "state.pt", weights_only=True, map_location=drafter.fc.weight.device)
+        drafter.load_state_dict(state["drafter"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+        history = pd.read_csv(folder / "history.csv").to_dict("records")[:state["step"]]
+        if [row["step"] for row in history] != list(range(1, state["step"] + 1)):
+            raise ValueError(f"history.csv does not hold the {state['step']} steps of state.pt")
+    except Exception as error:  # torch, zip and csv readers each raise their own kind
+        raise ValueError(f"{folder.name}: state.pt or history.csv cannot be read ({str(error).splitlines()[0][:120]}); "
+                         "they were cut off or altered: delete this folder to train from the start") from None
+    return state["step"], history
 
 
 def _claim(folder: Path, settings: dict):
     "Write the settings of a new run, or check that a begun one has the same."
     path, settings = folder / "settings.json", json.loads(json.dumps(settings))
     if not path.exists():
+        if (folder / "state.pt").exists():
+            raise ValueError(f"{folder.name} holds state.pt but no settings.json to tell what it is of; choose another folder")
         write_json(path, settings)
     begun = read_json(path)
     different = [f"{key}: {begun.get(key)} there, {value} asked" for key, value in settings.items() if begun.get(key) != value]
@@ -248,11 +261,32 @@ def _line(row: dict, config: TrainConfig) -> str:
             f"{row['tokens_per_s']:.0f} tokens/s")
 
 # %% ../nbs/42_train.ipynb #88af6509
+def _digest(store) -> str:
+    "What tells one store from another: its states' checksums, documents and conventions."
+    manifest = store.manifest
+    parts = [[shard.sha256 for shard in manifest.shards], manifest.ids_digest, manifest.lengths_digest,
+             list(manifest.boundaries), manifest.last_norm, manifest.dtype]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _check_stores(store, heldout, facts):
+    "Refuse stores of another target, without a mask, or that measure on what was learned."
+    refuse_mismatch(store.manifest, facts, "the target")
+    text.check_mask(store[0].loss_mask.tolist())  # states from elsewhere may come without a mask
+    if heldout is None:
+        return
+    refuse_mismatch(heldout.manifest, facts, "the target")
+    for name in ("boundaries", "last_norm"):
+        ours, theirs = getattr(store.manifest, name), getattr(heldout.manifest, name)
+        if ours != theirs:
+            raise ValueError(f"the held-out store has {name} {theirs}, the store to learn from {ours}; capture both alike")
+    if _digest(store) == _digest(heldout):
+        raise ValueError("the held-out store holds the documents to learn from; measure on other prompts")
+
+# %% ../nbs/42_train.ipynb #a5fd6ed2
 def _start(store, target, drafter, draft_vocab_size: int, config: TrainConfig) -> tuple:  # (drafter, target head)
     "Check that store and target belong together; make a new head if none was given."
     facts = targets.facts(target)
-    refuse_mismatch(store.manifest, facts, "the target")
-    text.check_mask(store[0].loss_mask.tolist())  # states from elsewhere may come without a mask
     head = targets.head(target)
     if drafter is not None:
         check_fit(drafter, store.manifest, config.ttt_steps, _temperature(store))
@@ -278,13 +312,14 @@ def train(
     "Train an EAGLE-3 head on a store; kill it at any time and call it again to go on."
     folder, target = Path(out), targets.resolve(target or store.manifest.model)
     folder.mkdir(parents=True, exist_ok=True)
+    _check_stores(store, heldout, targets.facts(target))
+    begun = drafter and hashlib.sha256(drafter.fc.weight.detach().cpu().float().numpy().tobytes()).hexdigest()[:16]
     drafter, head = _start(store, target, drafter, draft_vocab_size, config)
-    _claim(folder, {**asdict(config), "draft_vocab_size": draft_vocab_size, "documents": len(store),
-                    "tokens": store.manifest.tokens, "target": store.manifest.weight_fingerprint})
+    _claim(folder, {**asdict(config), "draft_vocab_size": draft_vocab_size, "store": _digest(store), "begun_from": begun,
+                    "target": store.manifest.weight_fingerprint})
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     lesson = _Lesson(drafter, head, config, store.manifest.last_norm == "pre_norm", device)
     history = pd.DataFrame(_fit(lesson, store, heldout, folder))
-    if not (folder / "drafter" / "config.json").exists():
-        checkpoint.save(drafter.to(torch.bfloat16), folder / "drafter", target=targets.facts(target))
-        write_json(folder / "provenance.json", provenance(parameters=asdict(config), seed=config.seed))
+    checkpoint.save(drafter.to(torch.bfloat16), folder / "drafter", target=targets.facts(target))
+    write_json(folder / "provenance.json", provenance(parameters=asdict(config), seed=config.seed))
     return TrainResult(checkpoint.load(folder / "drafter", target), history, folder)
