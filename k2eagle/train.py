@@ -257,8 +257,7 @@ def _fit(lesson: _Lesson, store, heldout, folder: Path) -> list:
 def _line(row: dict, config: TrainConfig) -> str:
     "One row of the history, for a person."
     return (f"step {row['step']}/{config.steps}: loss {row['loss']:.3f}, held out {row['heldout_loss']:.3f}, accept length "
-            f"{row['accept_len']:.2f} ({row['accept_len_low']:.2f} to {row['accept_len_high']:.2f}), "
-            f"{row['tokens_per_s']:.0f} tokens/s")
+            f"{row['accept_len']:.2f} ({row['accept_len_low']:.2f} to {row['accept_len_high']:.2f})")
 
 # %% ../nbs/42_train.ipynb #88af6509
 def _digest(store) -> str:
