@@ -78,7 +78,7 @@ def _named(prompts: list) -> list:  # (id, text) of each prompt
         raise ValueError("two prompts have the same id; expected each prompt once")
     return pairs
 
-
+# %% ../nbs/21_capture.ipynb #014f9794
 @contextmanager
 def _alone(folder: Path):
     "Keep a second process from answering into the same folder."
@@ -110,7 +110,7 @@ def _answered(path: Path) -> list:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
-# %% ../nbs/21_capture.ipynb #014f9794
+# %% ../nbs/21_capture.ipynb #a4745c0f
 def _batches(pairs: list, tokenizer, batch_size: int) -> list:  # lists of (id, prompt token ids)
     "Prompts of similar length together: the shorter ones of a batch are padded to its longest."
     encoded = [(name, text.prompt_tokens(tokenizer, message)) for name, message in pairs]
@@ -134,7 +134,7 @@ def _answer_rest(path: Path, batches: list, model, max_new_tokens: int, temperat
         progress.update(len(batch))
     progress.close()
 
-# %% ../nbs/21_capture.ipynb #a4745c0f
+# %% ../nbs/21_capture.ipynb #27591ddd
 def answer(
     target: str | Path,         # a checkpoint
     prompts: list,              # `text.Prompt` or texts
@@ -162,13 +162,13 @@ def answer(
     rows = {row["id"]: row for row in _answered(path)}
     return [_sample(rows[name]) for name, _ in pairs]
 
-# %% ../nbs/21_capture.ipynb #27591ddd
+# %% ../nbs/21_capture.ipynb #1a8648a9
 def _sample(row: dict) -> text.Sample:
     "One line of answers.jsonl as tokens and mask."
     mask = [False] * len(row["prompt"]) + [True] * len(row["answer"])
     return text.Sample(row["id"], row["prompt"] + row["answer"], text.check_mask(mask), row["finished"])
 
-# %% ../nbs/21_capture.ipynb #6271ad72
+# %% ../nbs/21_capture.ipynb #4c579195
 @torch.inference_mode()
 def states(
     model,              # from `load_model`
@@ -182,7 +182,7 @@ def states(
     return [(hidden[i, :len(sample.tokens)], output.last_hidden_state[i, :len(sample.tokens)])
             for i, sample in enumerate(samples)]
 
-# %% ../nbs/21_capture.ipynb #e9eb0b19
+# %% ../nbs/21_capture.ipynb #1756ca39
 def _groups(samples: list, batch_tokens: int) -> list:
     "Neighbouring samples that are read together: the same grouping whatever was finished before."
     groups, width = [[]], 0
@@ -215,7 +215,7 @@ def _manifest_facts(target: Path, facts: targets.TargetFacts, samples: list, ans
                 template_fingerprint=text.template_fingerprint(text.load_tokenizer(target)), answers=answers,
                 attention_backend="sdpa")
 
-# %% ../nbs/21_capture.ipynb #1756ca39
+# %% ../nbs/21_capture.ipynb #3ea6b735
 def capture(
     model: str | Path,                # the target's checkpoint
     prompts_or_samples: list,         # `text.Prompt` or texts to be answered first, or finished `text.Sample`
@@ -245,7 +245,7 @@ def capture(
             _fill(writer, load_model(target, dtype, device), samples, boundaries, batch_tokens)
     return open_store(out)
 
-# %% ../nbs/21_capture.ipynb #79b8d680
+# %% ../nbs/21_capture.ipynb #8f1cdb7c
 def _fill(writer, model, samples: list, boundaries: tuple, batch_tokens: int):
     "Write every document that is not there yet, reading the same groups an unbroken capture reads."
     progress = bar(sum(len(sample.tokens) for sample in samples), "token", "capturing")

@@ -252,8 +252,15 @@ def test_a_record_cannot_delete_outside_its_folder(repository):
     precious.write_text("a\n1\n")
     record = repository / "outputs" / "toy" / "provenance.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "results": ["../../precious.csv"]}))
-    runs._clear(record.parent)
+    with pytest.raises(runs.ParameterError, match="results of toy, not of other"):
+        runs._clear(record.parent, "other")  # --fresh never clears another notebook's folder
+    runs._clear(record.parent, "toy")
     assert precious.is_file() and not record.exists()
+
+
+def test_results_never_land_among_the_sources():
+    with pytest.raises(runs.ParameterError, match="among the notebooks' sources"):
+        runs.run("acceptance", out=runs.project_root() / "nbs" / "runs")
 
 
 def test_figures_and_index_levels_are_kept(repository):
