@@ -101,7 +101,7 @@ def read_config(
                          num_aux=raw.get("num_aux_hidden_states") or (len(boundaries) if boundaries else 3),
                          **{name: raw[name] for name in optional if raw.get(name) is not None})
 
-
+# %% ../nbs/31_checkpoint.ipynb #4f3fde3a
 def _boundaries(raw: dict, target) -> tuple | None:
     "The boundaries a config means: vLLM's key says so itself, SGLang's depends on the target."
     if raw.get("eagle_aux_hidden_state_layer_ids"):
@@ -122,7 +122,7 @@ def _rope(raw: dict) -> dict:
     theta = given.get("rope_theta") or raw.get("rope_theta") or 10000.0
     return {**{k: v for k, v in given.items() if k != "type"}, "rope_type": kind, "rope_theta": theta}
 
-# %% ../nbs/31_checkpoint.ipynb #caf1121b
+# %% ../nbs/31_checkpoint.ipynb #208d39b5
 def check_vocabulary(
     d2t: torch.Tensor,  # (Vd,) int64
     t2d: torch.Tensor,  # (V,) bool
@@ -136,7 +136,7 @@ def check_vocabulary(
     if not torch.equal(t2d.nonzero().flatten(), kept):
         raise ValueError(f"t2d marks {int(t2d.sum())} tokens, and not the {len(kept)} that d2t leads to; write both from one list")
 
-# %% ../nbs/31_checkpoint.ipynb #d85b3cd1
+# %% ../nbs/31_checkpoint.ipynb #ec9ab7b9
 def _read_weights(folder: Path) -> dict:
     "The tensors of a checkpoint by their `midlayer.` names."
     files = sorted(folder.glob("*.safetensors"))
@@ -165,7 +165,7 @@ def _fill(drafter: Drafter, weights: dict):
         raise ValueError(f"the weights do not fit the config: {'; '.join(faults[:5])}")
     drafter.load_state_dict(weights)
 
-# %% ../nbs/31_checkpoint.ipynb #7e56b1e7
+# %% ../nbs/31_checkpoint.ipynb #a78da1a0
 def load(
     folder: str | Path,                # a flat EAGLE-3 checkpoint
     target: str | Path | None = None,  # the target's checkpoint, for its embedding; not needed if the head has its own
