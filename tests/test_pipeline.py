@@ -3,6 +3,7 @@
 Run alone with: python -m pytest tests/test_pipeline.py
 """
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -190,6 +191,19 @@ def test_bad_parameters_start_nothing(tmp_path, parameters, said):
 def test_a_target_that_is_not_there_is_said_plainly(tmp_path):
     finished = execute("pipeline", tmp_path / "out", target=tmp_path / "absent")
     assert finished.returncode == 1 and "no target at" in finished.stderr and "Traceback" not in finished.stderr
+
+
+def test_a_checkpoints_own_sampling_habits_stay_out_of_the_answers(tmp_path):
+    "Suppressing the first token of an answer changes a greedy one, and no manifest would say so."
+    plain = targets.resolve("default")
+    prompt = [text.prompt_tokens(text.load_tokenizer(plain), "What is a tide?")]
+    expected = capture.generate(capture.load_model(plain, device="cpu"), prompt, 4)
+    for file in plain.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    habits = {"eos_token_id": 2, "suppress_tokens": [expected[0][0][0]], "do_sample": True, "top_p": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(habits))
+    assert capture.generate(capture.load_model(tmp_path, device="cpu"), prompt, 4) == expected
 
 
 def test_a_store_of_another_target_is_refused(unbroken, tmp_path):
