@@ -18,6 +18,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def prepared(
     return home() / "engines" / f"{engine}-{digest}-py{sys.version_info.major}{sys.version_info.minor}"
 
 
+def _installed(name: str) -> bool:
+    "Is a distribution installed beside k2eagle?"
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
 def python(
     engine: str,  # 'vllm' | 'sglang'
 ) -> Path:        # an interpreter; not yet known to be fit
@@ -96,6 +105,8 @@ def python(
             raise FileNotFoundError(f"{recipe.variable} is {named!r}, which is no program; expected the path of a "
                                     f"Python interpreter, such as /opt/{engine}/bin/python")
         return found.absolute()  # not resolved: a venv's python is a link, and being called by it makes the venv
+    if any(_installed(name) for name in recipe.published):
+        return Path(sys.executable)  # `pip install k2eagle[vllm]`: engine and k2eagle in one environment
     if not (prepared(engine) / "ready").is_file():
         raise FileNotFoundError(f"no environment for {engine} yet; run `python -m k2eagle.engines setup {engine}` "
                                 f"({recipe.gigabytes} GB, a few minutes), or let {recipe.variable} name the Python of "

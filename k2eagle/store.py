@@ -141,6 +141,7 @@ class Manifest:
     weight_fingerprint: str            # of the target's weights
     quantization: str | None = None    # of the target's weights
     attention_backend: str = "unknown"
+    options: dict | None = None        # how the engine ran: prefill or decode, batching, chunks, caches, graphs
     num_layers: int                    # layers of the target
     last_norm: str                     # is `last` from before ('pre_norm') or after ('post_norm') the norm?
     tokenizer_fingerprint: str = "unknown"
