@@ -69,7 +69,7 @@ def overlap(
                 best = (start_a, start_b, length)
     return best
 
-# %% ../nbs/43_align.ipynb #969fa60c
+# %% ../nbs/43_align.ipynb #e24504c6
 def _known(*values) -> bool:
     "Do both sides say it?"
     return not {None, "unknown", ""} & set(values)
@@ -94,7 +94,7 @@ def refuse_strangers(
         raise ValueError(f"boundaries {tuple(a.boundaries)} in one store and {tuple(b.boundaries)} in the other; "
                          "expected at least one in both: capture the same boundaries")
 
-# %% ../nbs/43_align.ipynb #7cb67f8b
+# %% ../nbs/43_align.ipynb #59d8a649
 def label(
     manifest,  # of a store
 ) -> str:      # such as "vllm 0.32.0"
@@ -117,7 +117,7 @@ def labels(
             return tuple(f"{name} {value or 'unquantised'}" for name, value in zip(names, values))
     return (f"{names[0]} (a)", f"{names[0]} (b)")
 
-# %% ../nbs/43_align.ipynb #4cf17a58
+# %% ../nbs/43_align.ipynb #eae53e28
 def _tokens(store, index: int) -> np.ndarray:
     "Token ids of a document; its states are mapped and not read."
     return store[index].tokens.numpy()
@@ -146,7 +146,7 @@ def _match(a: _Side, b: _Side, keys_a: list, keys_b: list, accept) -> list:
             made.append(Aligned(a.ids[index], index, other, *run))
     return made
 
-# %% ../nbs/43_align.ipynb #456fa80f
+# %% ../nbs/43_align.ipynb #169309c8
 def _nearest(a: _Side, b: _Side, half) -> list:
     "Pair the documents left with the neighbour they share most with, leading tokens left out of either."
     words = lambda tokens, shift: tokens[shift:].astype(">i8").tobytes()  # big-endian sorts as numbers do
@@ -164,7 +164,7 @@ def _nearest(a: _Side, b: _Side, half) -> list:
             made.append(Aligned(a.ids[index], index, other, *run))
     return made
 
-# %% ../nbs/43_align.ipynb #eae53e28
+# %% ../nbs/43_align.ipynb #34923028
 def _pairs(a: _Side, b: _Side) -> list:
     "Pair documents, the surest pairs first."
     both = lambda side: list(zip(side.ids, side.digests))
@@ -190,7 +190,7 @@ def _pairs(a: _Side, b: _Side) -> list:
     made += _match(a, b, a.ids, b.ids, any_token)
     return sorted(made, key=lambda pair: pair.index_a)
 
-# %% ../nbs/43_align.ipynb #13344d46
+# %% ../nbs/43_align.ipynb #e1e19716
 def _shift_kind(pair: Aligned, a: np.ndarray, b: np.ndarray) -> tuple | None:
     "Code of a shift and which side (0 is a, 1 is b) is at fault, or None."
     if not (pair.start_a or pair.start_b):
@@ -225,7 +225,7 @@ def _kinds(pair: Aligned, a, b) -> list:  # (code, side, evidence)
     kinds = zip((_shift_kind(pair, one, two), _end_kind(pair, one, two, prompt)), (heads, tails))
     return [(*kind, evidence) for kind, evidence in kinds if kind]
 
-# %% ../nbs/43_align.ipynb #66ca0b0e
+# %% ../nbs/43_align.ipynb #f26dccf5
 _SAYINGS = {  # code: severity, message, fix; {side} and {other} are the labels
     "bos-dropped": ("error", "{side} lacks the first token that {other} has, so all its states saw another text",
                     "give both engines token ids, or switch the engine's own special tokens to the same setting"),
@@ -255,7 +255,7 @@ def _summed(found: list, names: tuple, documents: int) -> list:
                                 evidence[0], fix.format(**words)))
     return findings
 
-# %% ../nbs/43_align.ipynb #cb2503ed
+# %% ../nbs/43_align.ipynb #0e059748
 def _missing(side: _Side, name: str, other: str) -> list:
     "A finding for the documents that have no partner."
     if not side.left:
@@ -282,7 +282,7 @@ def _weight_findings(a, b, names: tuple) -> list:
     return [Finding("weights-differ", "note", "weights", "the two sides loaded different weights, so their states differ "
                     "by more than the engines do", said, "compare captures of one checkpoint to judge the engines")]
 
-# %% ../nbs/43_align.ipynb #de559deb
+# %% ../nbs/43_align.ipynb #c949fadb
 def align(
     a,                          # a `Store`
     b,                          # another `Store` of the same target
