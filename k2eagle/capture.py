@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from . import engines, jobs, targets, text
+from . import engines, jobs, servers, targets, text
 from .files import portable, read_json, write_atomic, write_json
 from .layers import check_boundaries, default_boundaries
 from .progress import bar
@@ -265,10 +265,12 @@ def capture(
     answers: dict | None = None,      # how finished samples were made, for the manifest: at least {'temperature': …}
     engine_options: dict | None = None,  # 'vllm', 'sglang': fields of `jobs.EngineOptions`, or one of them
     patience_s: float = 900,          # 'vllm', 'sglang': silence after which the engine counts as hung
+    url: str | None = None,           # of a running vLLM or SGLang server to take the states from
     **options,                        # of `answer`, when prompts were given; max_new_tokens=0 keeps the prompts alone
 ) -> Store:
     "Answer prompts if need be, and write the target's hidden states to a store."
     given = _options_for(engine, engine_options, device)
+    _check_url(url, given)
     facts, samples = targets.facts(targets.resolve(model)), list(prompts_or_samples)
     boundaries = check_boundaries(boundaries or default_boundaries(facts.num_layers), facts.num_layers)
     if not samples or not isinstance(samples[0], text.Sample):
@@ -283,7 +285,7 @@ def capture(
             if writer.next_document < len(samples):
                 _fill(writer, load_model(facts.path, dtype, device), samples, boundaries, batch_tokens)
     else:
-        _capture_in_engine(engine, facts, samples, out, shape, answers, given, patience_s)
+        _capture_in_engine(engine, facts, samples, out, shape, answers, given, patience_s, url)
     return open_store(out)
 
 # %% ../nbs/24_capture.ipynb #fe351fdf
@@ -297,6 +299,13 @@ def _options_for(engine: str, given, device: str | None) -> jobs.EngineOptions |
         raise ValueError(f"engine {engine!r}; expected 'hf', 'vllm' or 'sglang'")
     known = jobs.engine_options(given)
     return replace(known, device=known.device or device)
+
+
+def _check_url(url: str | None, options: jobs.EngineOptions | None):
+    "Refuse what a server cannot be asked for."
+    if url and (options is None or options.mode != "prefill"):
+        raise ValueError("a url is for engine 'vllm' or 'sglang' in mode 'prefill'; a server reads documents as prompts, and "
+                         "transformers runs here")
 
 
 def _answers_for(facts, prompts: list, out, engine: str, given, dtype: str, device, patience_s: float, options: dict) -> tuple:
@@ -326,7 +335,7 @@ def _fill(writer, model, samples: list, boundaries: tuple, batch_tokens: int):
 # %% ../nbs/24_capture.ipynb #95557c5d
 def _recorded(options: jobs.EngineOptions, ready: dict) -> dict:
     "How the engine ran: what was asked for, and what it says of itself."
-    said = {name: ready[name] for name in ("runner", "device", "chunked_prefill_tokens", "prefix_cache", "cuda_graphs")
+    said = {name: ready[name] for name in ("runner", "device", "chunked_prefill_tokens", "prefix_cache", "cuda_graphs", "read_from")
             if ready.get(name) is not None}
     return {**asdict(options), "max_model_len": None, **said}
 
@@ -361,35 +370,41 @@ def _document(index: int, sample: text.Sample) -> jobs.Document:
     return jobs.Document(index, sample.id, list(sample.tokens), prompt)
 
 
+def _source(engine: str, facts, documents: list, out: Path, boundaries: tuple, dtype: str, options, patience_s: float, url):
+    "A worker that starts the engine, or a server that runs already; a context."
+    if url:
+        return servers.connected(engine, url, documents, boundaries, facts, out, options.batch_documents)
+    return jobs.at_work(engine, jobs.job("capture", facts.path, documents, boundaries, dtype, options), out, patience_s)
+
+
 def _capture_in_engine(engine: str, facts, samples: list, out, shape: tuple, answers: dict | None,
-                       options: jobs.EngineOptions, patience_s: float):
+                       options: jobs.EngineOptions, patience_s: float, url: str | None):
     "Let a serving engine compute the states that are not there yet."
-    boundaries, dtype = shape[1], shape[4]
-    done = _finished(Path(out), shape, engine, options)
+    out, boundaries, dtype = Path(out), shape[1], shape[4]
+    done = _finished(out, shape, engine, options)
     if done == len(samples):
         return
     documents = [_document(index, sample) for index, sample in enumerate(samples)][done:]
-    work = jobs.job("capture", facts.path, documents, boundaries, dtype, options)
-    with jobs.at_work(engine, work, Path(out), patience_s) as worker:
-        ready = worker.wait()
+    with _source(engine, facts, documents, out, boundaries, dtype, options, patience_s, url) as source:
+        ready = source.wait()
         jobs.check_captured(engine, ready, boundaries, facts.num_layers)
         seen = _seen_in_engine(engine, options, ready)
         with create(out, _manifest_facts(facts, samples, answers, seen), *shape) as writer:
-            _receive(writer, worker, samples, len(boundaries))
+            _receive(writer, source, samples, len(boundaries), seen["last_norm"] != "absent")
 
 # %% ../nbs/24_capture.ipynb #476ad20e
-def _receive(writer, worker: jobs.Worker, samples: list, boundaries: int):
+def _receive(writer, worker, samples: list, boundaries: int, with_last: bool):  # worker: `jobs.Worker` or `servers.Served`
     "Write documents in their order as a worker finishes them in its own."
     waiting, progress = {}, bar(len(samples), "document", f"capturing in {worker.engine}", writer.next_document)
     for event in worker.results():
         waiting[event["index"]] = worker.folder / event["file"]
         while writer.next_document in waiting:
             sample, file = samples[writer.next_document], waiting.pop(writer.next_document)
-            hidden, last = jobs.read_document(file, sample.tokens, boundaries, sample.id)
+            hidden, last = jobs.read_document(file, sample.tokens, boundaries, sample.id, with_last)
             writer.append(torch.tensor(sample.tokens), hidden, last, torch.tensor(sample.loss_mask))
             file.unlink()
             progress.update()
     progress.close()
     if writer.next_document < len(samples):
         raise jobs.EngineError(f"{worker.engine} was done without document {samples[writer.next_document].id}; "
-                               f"see {portable(worker.log)}, then run the same again for the rest")
+                               f"see {worker.log}, then run the same again for the rest")

@@ -213,7 +213,8 @@ def read_document(
     tokens: list,     # token ids that were sent
     boundaries: int,  # how many were asked for
     name: str,        # of the document, for errors
-) -> tuple:           # hidden [T, K, H], last [T, H]
+    last: bool = True,  # is the last hidden state among them?
+) -> tuple:           # hidden [T, K, H], last [T, H], or [T, 0] where there is none
     "Read one document's states, and refuse those that do not fit its tokens."
     from safetensors.torch import load_file
     found = load_file(file)
@@ -225,9 +226,9 @@ def read_document(
         first = next(i for i, (mine, theirs) in enumerate(zip(tokens, read)) if mine != theirs)
         raise EngineError(f"document {name}: the engine read token {read[first]} at position {first}, {tokens[first]} was sent; "
                           "it added or replaced tokens")
-    if states.dim() != 3 or states.shape[1] != boundaries + 1:
-        raise EngineError(f"document {name}: states of shape {list(states.shape)}; expected [{len(tokens)}, {boundaries + 1}, H]")
-    return states[:, :-1], states[:, -1]
+    if states.dim() != 3 or states.shape[1] != boundaries + last:
+        raise EngineError(f"document {name}: states of shape {list(states.shape)}; expected [{len(tokens)}, {boundaries + last}, H]")
+    return states[:, :boundaries], states[:, boundaries:].flatten(1)
 
 # %% ../nbs/22_jobs.ipynb #62b8bb31
 class Worker:

@@ -41,7 +41,7 @@ class Document(NamedTuple):
     "One conversation and the hidden states the target had over it."
     tokens: torch.Tensor     # int64 [T]
     hidden: torch.Tensor     # [T, K, H], boundaries in ascending order
-    last: torch.Tensor       # [T, H], before or after the final norm as the manifest says
+    last: torch.Tensor       # [T, H], before or after the final norm as the manifest says; [T, 0] where it is absent
     loss_mask: torch.Tensor  # bool [T], True where the loss counts
     id: str = ""             # name of the prompt it came from
 
@@ -116,7 +116,7 @@ def _dtype(name: str) -> torch.dtype:
 
 # %% ../nbs/20_store.ipynb #6057561e
 FORMAT = "k2eagle-store-1"
-LAST_NORMS = ("pre_norm", "post_norm")
+LAST_NORMS = ("pre_norm", "post_norm", "absent")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Manifest:
     attention_backend: str = "unknown"
     options: dict | None = None        # how the engine ran: prefill or decode, batching, chunks, caches, graphs
     num_layers: int                    # layers of the target
-    last_norm: str                     # is `last` from before ('pre_norm') or after ('post_norm') the norm?
+    last_norm: str                     # is `last` from before ('pre_norm') or after ('post_norm') the norm, or 'absent'?
     tokenizer_fingerprint: str = "unknown"
     template_fingerprint: str = "unknown"
     answers: dict | None = None        # how the answers were made: temperature, max_new_tokens, seed, prompts
@@ -169,7 +169,7 @@ def _check_manifest(manifest: Manifest) -> Manifest:
         raise ValueError(f"boundaries {bounds}; expected at least one, in ascending order")
     if manifest.last_norm not in LAST_NORMS:
         raise ValueError(f"last_norm {manifest.last_norm!r}; expected {' or '.join(map(repr, LAST_NORMS))}: "
-                         f"vLLM gives the state before the final norm, SGLang and HF after it")
+                         "vLLM gives the state before the final norm, SGLang and HF after it, some servers none")
     if manifest.hidden_size < 1:
         raise ValueError(f"hidden_size {manifest.hidden_size}; expected at least 1")
     _dtype(manifest.dtype)
@@ -218,13 +218,18 @@ _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _PARTS = ("tokens", "hidden", "last", "loss_mask")  # what a document's checksum covers, in this order
 
 
+def _last_width(manifest: Manifest) -> int:
+    "Width of `last`."
+    return 0 if manifest.last_norm == "absent" else manifest.hidden_size
+
+
 def _table(manifest: Manifest, ids: list, lengths: list) -> dict:
     "The safetensors header of a shard: dtype, shape and byte range of each tensor."
     size, code, tokens = _dtype(manifest.dtype).itemsize, _CODES[manifest.dtype], sum(lengths)
     width, count = manifest.hidden_size, len(manifest.boundaries)
     rows = {"offsets": ("I64", 8, [len(ids) + 1]), "crc32": ("I64", 8, [len(ids)]),
             "tokens": ("I64", 8, [tokens]), "hidden": (code, size, [tokens, count, width]),
-            "last": (code, size, [tokens, width]), "loss_mask": ("BOOL", 1, [tokens])}
+            "last": (code, size, [tokens, _last_width(manifest)]), "loss_mask": ("BOOL", 1, [tokens])}
     table, start = {"__metadata__": {"format": "pt", "ids": json.dumps(ids)}}, 0
     for name, (code, itemsize, shape) in rows.items():
         stop = start + itemsize * math.prod(shape)
@@ -352,7 +357,7 @@ def _digest(values: list) -> str:
 # %% ../nbs/20_store.ipynb #05eb8757
 def _planned(manifest: Manifest, ids: list, lengths: list) -> tuple:
     "The manifest with its shards planned, and the range of documents of each."
-    per_token = plan(1, manifest.hidden_size, manifest.boundaries, dtype=manifest.dtype).bytes
+    per_token = plan(1, manifest.hidden_size, manifest.boundaries, _last_width(manifest) > 0, manifest.dtype).bytes
     spans = _split(lengths, per_token, manifest.shard_bytes)
     shards = []
     for number, span in enumerate(spans):
@@ -436,7 +441,7 @@ def create(
 # %% ../nbs/20_store.ipynb #83e29d4c
 def _check_finite(name: str, hidden: torch.Tensor, last: torch.Tensor, boundaries: tuple):
     "Name the first boundary and token that hold a NaN or an infinity."
-    if all(torch.isfinite(torch.stack(torch.aminmax(states))).all() for states in (hidden, last)):
+    if all(torch.isfinite(torch.stack(torch.aminmax(states))).all() for states in (hidden, last) if states.numel()):
         return
     for label, states in (*zip((f"boundary {b}" for b in boundaries), hidden.unbind(1)), ("last", last)):
         bad = (~torch.isfinite(states)).any(-1).nonzero().flatten()
@@ -451,7 +456,7 @@ def _check_document(manifest: Manifest, name: str, length: int, document: Docume
     width = manifest.hidden_size
     expected = {"tokens": (torch.int64, (length,)), "loss_mask": (torch.bool, (length,)),
                 "hidden": (states, (length, len(manifest.boundaries), width)),
-                "last": (states, (length, width))}
+                "last": (states, (length, _last_width(manifest)))}
     for part, (dtype, shape) in expected.items():
         tensor = getattr(document, part)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -817,7 +822,7 @@ def open_store(
                          "shards; run the capture again to complete it, or pass allow_partial=True to use those")
     return Store(path, manifest, [_ShardFile(path, shard, manifest) for shard in shards], check)
 
-# %% ../nbs/20_store.ipynb #85db0438
+# %% ../nbs/20_store.ipynb #092faf09
 _TARGET_FACTS = ("weight_fingerprint", "num_layers", "hidden_size", "tokenizer_fingerprint", "boundaries")
 
 
@@ -839,7 +844,7 @@ def refuse_mismatch(
         raise ValueError(f"the hidden states are of another target: {'; '.join(differing)}. "
                          f"They were captured from {manifest.model}; capture again from the target in use")
 
-# %% ../nbs/20_store.ipynb #0381cd76
+# %% ../nbs/20_store.ipynb #e7c6430f
 @dataclass(frozen=True)
 class _Layout:
     "How a tool lays out its files."
@@ -874,7 +879,7 @@ def _find_layout(path: Path) -> tuple:
     return layout, sorted(matching, key=lambda file: [int(word) if word.isdigit() else word
                                                       for word in re.split(r"(\d+)", str(file))])
 
-# %% ../nbs/20_store.ipynb #e7c6430f
+# %% ../nbs/20_store.ipynb #ef7b0eb6
 def _load(file: Path) -> dict:
     "The tensors of another tool's file; mapped, not read, unless it is compressed."
     try:
@@ -905,7 +910,7 @@ def _flat(tensors: dict, key: str, file: Path, dims: int) -> torch.Tensor:
         raise ValueError(f"{file}: {key} has shape {list(tensors[key].shape)}; expected {dims} dimensions")
     return tensor
 
-# %% ../nbs/20_store.ipynb #ef7b0eb6
+# %% ../nbs/20_store.ipynb #5b37ff36
 def _states(tensors: dict, layout: _Layout, file: Path) -> tuple:
     "Captured layers [T, K, H] and last hidden state [T, H] of another tool's file."
     _, key, last_key = layout.keys
@@ -936,7 +941,7 @@ def _foreign_document(file: Path, name: str, layout: _Layout, loss_masks: dict) 
                          "with prefix caching or chunked prefill: switch both off)")
     return Document(tokens, hidden, last, mask.bool(), name)
 
-# %% ../nbs/20_store.ipynb #5b37ff36
+# %% ../nbs/20_store.ipynb #a7ceb83b
 class _ForeignFile(_File):
     "Reads one document from another tool's file."
 
@@ -969,7 +974,7 @@ def _document_name(path: Path, file: Path) -> str:
     "Name of a file inside a folder, without its endings: rows_0-5000/data_12."
     return re.sub(r"\.(ckpt|ckpt\.gz|pt|safetensors)$", "", file.relative_to(path).as_posix())
 
-# %% ../nbs/20_store.ipynb #a7ceb83b
+# %% ../nbs/20_store.ipynb #75807a77
 def _open_foreign(path: Path, check: bool, loss_masks: dict | None, stated: dict) -> Store:
     "A store over files of another tool."
     layout, paths = _find_layout(path)

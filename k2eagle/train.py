@@ -271,6 +271,9 @@ def _digest(store) -> str:
 def _check_stores(store, heldout, facts):
     "Refuse stores of another target, without a mask, or that measure on what was learned."
     refuse_mismatch(store.manifest, facts, "the target")
+    if store.manifest.last_norm == "absent":
+        raise ValueError("the store has no last hidden states, from which the target's own choices are computed; capture them "
+                         "with a worker, or from a server that returns them")
     text.check_mask(store[0].loss_mask.tolist())  # states from elsewhere may come without a mask
     if heldout is None:
         return
