@@ -19,21 +19,16 @@ from .align import Alignment, align
 from .files import read_json, write_atomic, write_json
 
 # %% ../nbs/44_measure.ipynb #831a8cd1
-BLOCK = 131072  # float32 numbers in a buffer: two of them fit the cache of a core
+BLOCK = 196608  # float32 numbers in a buffer: two of them stay in the cache of a core
 EVERY = 16      # tokens from one that counts for the channel sums to the next
 
 
-def _square(states: torch.Tensor, out: np.ndarray):
-    "Write the squared norm of each row."
-    np.vecdot(states.numpy(), states.numpy(), out=out)
-
-
-def _repair(a, b, sums: np.ndarray) -> np.ndarray:
+def _repair(a: list, b: list, sums: np.ndarray) -> np.ndarray:
     "Do rows again whose squares left the range of float32."
     squares, peak = sums[:3], sums[3]
-    wrong = ~np.isfinite(squares).all(0) | (squares[:2] < 1e-30).any(0) | (squares[2] < 1e-30) & (peak > 0)
+    wrong = (squares[:2] < 1e-30).any(0) | (squares[2] < 1e-30) & (peak > 0) | ~(squares.max(0) < np.inf)
     for token, row in np.argwhere(wrong):
-        one, two = a[token, row].double().numpy(), b[token, row].double().numpy()
+        one, two = (torch.cat([part[token] for part in side])[row].double().numpy() for side in (a, b))
         sums[:, token, row] = one @ one, two @ two, (one - two) @ (one - two), np.abs(one - two).max()
     return sums
 
@@ -43,40 +38,64 @@ class RowKernel:
 
     def __init__(
         self,
-        rows: int,   # K, states a token
+        rows: int,   # K, states a token, over all parts
         width: int,  # H
     ):
         self.tokens = max(1, BLOCK // (rows * width))  # a block
-        self.x, self.y = (torch.empty(self.tokens, rows, width) for _ in range(2))
-        self.channels = np.zeros((2, rows, width))  # sums of a²/|a|² and (a-b)²/|a|² over the sampled tokens
-        self.seen = self.sampled = 0                # tokens
+        self.buffers = [torch.empty(self.tokens, rows, width) for _ in range(2)]
+        self.arrays = [buffer.numpy() for buffer in self.buffers]
+        self.channels = torch.zeros(2, rows, width, dtype=torch.float64)  # sums of a²/|a|² and (a-b)²/|a|²
+        self.seen = self.sampled = 0  # tokens, and those of them in the channel sums
 
     def __call__(
         self,
-        a: torch.Tensor,  # [T, K, H], any floating dtype
-        b: torch.Tensor,  # [T, K, H], may be of another one
-    ) -> np.ndarray:      # float64 [4, T, K]
+        a: list,      # tensors [T, k, H] of any floating dtype, with K rows in all
+        b: list,      # likewise; may be of another dtype
+    ) -> np.ndarray:  # float64 [4, T, K]
         "Reduce the states of one document."
-        out = np.empty((4, *a.shape[:2]), np.float32)
+        length, out = len(a[0]), np.empty((4, len(a[0]), self.channels.shape[1]), np.float32)
         with np.errstate(over="ignore"):
-            for start in range(0, len(a), self.tokens):
+            for start in range(0, length, self.tokens):
                 block = slice(start, start + self.tokens)
-                self._block(a[block], b[block], out[:, block])
-        return _repair(a, b, out.astype(np.float64))
+                _block(self, [part[block] for part in a], [part[block] for part in b], out[:, block])
+        sums = _repair(a, b, out.astype(np.float64))
+        _sample(self, a, b, sums[0])
+        return sums
 
-    def _block(self, a, b, out):
-        "Reduce as many tokens as the buffers hold."
-        x, y, sample = self.x[:len(a)].copy_(a), self.y[:len(a)].copy_(b), slice(-self.seen % EVERY, None, EVERY)
-        _square(x, out[0])
-        _square(y, out[1])
-        own, difference = x[sample].square(), x.sub_(y)
-        _square(difference, out[2])
-        weight = torch.from_numpy(out[0])[sample].clamp(min=1e-30).reciprocal().unsqueeze(-1)
-        self.channels += torch.stack([(part * weight).sum(0) for part in (own, difference[sample].square())]).numpy()
-        self.seen, self.sampled = self.seen + len(a), self.sampled + len(own)
-        torch.amax(difference.abs_(), -1, out=torch.from_numpy(out[3]))
+# %% ../nbs/44_measure.ipynb #96fd7d74
+def _block(kernel: RowKernel, a: list, b: list, out: np.ndarray):
+    "Reduce as many tokens as the buffers hold."
+    x, y = (_widen(buffer[:out.shape[1]], parts) for buffer, parts in zip(kernel.buffers, (a, b)))
+    own, other = (array[:out.shape[1]] for array in kernel.arrays)
+    np.vecdot(own, own, out=out[0])
+    np.vecdot(other, other, out=out[1])
+    x.sub_(y)
+    np.vecdot(own, own, out=out[2])
+    out[3] = torch.amax(x.abs_(), -1).numpy()
 
-# %% ../nbs/44_measure.ipynb #aa4b561d
+
+def _widen(buffer: torch.Tensor, parts: list) -> torch.Tensor:
+    "Write states into a float32 buffer [T, K, H]."
+    start = 0
+    for part in parts:
+        buffer[:, start:start + part.shape[1]].copy_(part)
+        start += part.shape[1]
+    return buffer
+
+
+def _sample(kernel: RowKernel, a: list, b: list, squares: np.ndarray):
+    "Add some tokens of a document to the channel sums."
+    chosen = slice(-kernel.seen % EVERY, None, EVERY)
+    kernel.seen += len(squares)
+    if size := len(squares[chosen]):
+        x, y = (_widen(torch.empty(size, *buffer.shape[1:]), [part[chosen] for part in parts])
+                for buffer, parts in zip(kernel.buffers, (a, b)))
+        weight = torch.from_numpy(squares[chosen]).clamp(min=1e-300).rsqrt().float().unsqueeze(-1)
+        kernel.channels[0] += (x * weight).square_().sum(0)
+        kernel.channels[1] += x.sub_(y).mul_(weight).square_().sum(0)
+        kernel.sampled += size
+
+# %% ../nbs/44_measure.ipynb #85f5bb5e
 METRICS = ("rel_l2", "cosine_gap", "norm_ratio", "max_abs")
 
 
@@ -93,7 +112,7 @@ def metrics(
     found[1] = np.clip(np.nan_to_num(found[1], nan=1.0), 0, 2)
     return found
 
-# %% ../nbs/44_measure.ipynb #94abe845
+# %% ../nbs/44_measure.ipynb #17ebcbed
 _STEP, _SMALLEST, _LARGEST = 0.01, 1e-9, 1e6
 _HALF = int(np.log(_LARGEST / _SMALLEST) / _STEP) + 1  # bins on each side of zero
 
@@ -128,7 +147,7 @@ class Histogram:
         side = int(np.searchsorted(counts, max(1, np.ceil(q * counts[-1])))) - _HALF
         return float(np.sign(side) * _SMALLEST * np.exp((abs(side) - 0.5) * _STEP)) if side else 0.0
 
-# %% ../nbs/44_measure.ipynb #a1b82e25
+# %% ../nbs/44_measure.ipynb #ea5626a1
 def bucket(
     positions: np.ndarray,   # of tokens, from 0
     width: int | None = None,  # positions a group; None groups by powers of two
@@ -149,7 +168,19 @@ def span(
         return (0, 0)
     return (2 ** (group - 1), 2 ** group - 1) if width is None else (max(1, (group - 1) * width), group * width - 1)
 
-# %% ../nbs/44_measure.ipynb #b9107a83
+# %% ../nbs/44_measure.ipynb #70f04f47
+def _lines(pairs: list, names: list, rel_l2: np.ndarray, positions: np.ndarray) -> list:
+    "Median, worst and its position for each document and boundary."
+    lines, start = [], 0
+    for pair in pairs:
+        own = rel_l2[start:start + pair.length]
+        worst, median = own.argmax(0), np.median(own, 0)
+        lines += [(pair.id, name, pair.length, median[i], own[at, i], positions[start + at])
+                  for i, (name, at) in enumerate(zip(names, worst))]
+        start += pair.length
+    return lines
+
+# %% ../nbs/44_measure.ipynb #ccd8b1d8
 class _Tally:
     "Everything kept of the rows seen: histograms by boundary and position, counts, worst rows, a line a document."
 
@@ -159,34 +190,33 @@ class _Tally:
         cells = len(names) * self.groups
         self.histograms = [Histogram(cells) for _ in METRICS]
         self.beyond, self.tokens, self.peak = np.zeros(cells, np.int64), np.zeros(cells, np.int64), np.zeros((2, cells))
-        self.waiting, self.documents = [], []
+        self.waiting, self.held, self.documents = [], 0, []
 
     def add(self, pair, sums: np.ndarray):  # sums: [4, T, boundaries]
         "Take a document."
-        found, positions = metrics(sums), pair.start_a + np.arange(pair.length)
-        worst, median = found[0].argmax(0), np.median(found[0], 0)
-        self.documents += [(pair.id, name, pair.length, median[i], found[0, at, i], positions[at])
-                           for i, (name, at) in enumerate(zip(self.names, worst))]
-        cells = np.arange(len(self.names)) * self.groups + bucket(positions, self.width)[:, None]
-        self.waiting.append((found.reshape(4, -1), cells.ravel()))
-        if sum(len(cells) for _, cells in self.waiting) > 1 << 16:
+        self.waiting.append((pair, sums))
+        self.held += pair.length
+        if self.held > 1 << 14:
             self.count()
 
     def count(self):
         "Count the rows that wait."
-        if self.waiting:
-            found, cells = (np.concatenate(parts, -1) for parts in zip(*self.waiting))
-            self.waiting = []
-            found[2] -= 1  # a norm ratio is near 1, and its distance from it is what has a size
-            for histogram, values in zip(self.histograms, found):
-                histogram.add(cells, values)
-            over = found[0] > self.levels[cells // self.groups]
-            self.beyond += np.bincount(cells[over], minlength=len(self.beyond))
-            self.tokens += np.bincount(cells, minlength=len(self.tokens))
-            for peak, values in zip(self.peak, found[[0, 3]]):
-                np.maximum.at(peak, cells, values)
+        if not self.waiting:
+            return
+        found = metrics(np.concatenate([sums for _, sums in self.waiting], 1))
+        positions = np.concatenate([pair.start_a + np.arange(pair.length) for pair, _ in self.waiting])
+        self.documents += _lines([pair for pair, _ in self.waiting], self.names, found[0], positions)
+        self.waiting, self.held = [], 0
+        cells = (np.arange(len(self.names)) * self.groups + bucket(positions, self.width)[:, None]).ravel()
+        found[2] -= 1  # a norm ratio is near 1, and its distance from it is what has a size
+        for histogram, values in zip(self.histograms, found):
+            histogram.add(cells, values.ravel())
+        self.beyond += np.bincount(cells[(found[0] > self.levels).ravel()], minlength=len(self.beyond))
+        self.tokens += np.bincount(cells, minlength=len(self.tokens))
+        for peak, values in zip(self.peak, found[[0, 3]]):
+            np.maximum.at(peak, cells, values.ravel())
 
-# %% ../nbs/44_measure.ipynb #ccd8b1d8
+# %% ../nbs/44_measure.ipynb #73dde1f8
 def _row(tally: _Tally, number: int, cells: np.ndarray) -> dict:
     "One line of a table: a boundary over some cells."
     rel_l2, gap, ratio, peak = tally.histograms
@@ -209,10 +239,10 @@ def _tables(tally: _Tally) -> tuple:  # (by boundary and position, by boundary)
         by_boundary.append(_row(tally, number, cells))
         for group in np.flatnonzero(tally.tokens[cells]):
             first, last = span(group, tally.width)
-            by_position.append({"first": first, "last": last, **_row(tally, number, cells[[group]])})
+            by_position.append({"boundary": tally.names[number], "first": first, "last": last, **_row(tally, number, cells[[group]])})
     return pd.DataFrame(by_position), pd.DataFrame(by_boundary)
 
-# %% ../nbs/44_measure.ipynb #73dde1f8
+# %% ../nbs/44_measure.ipynb #703e24ee
 FLOOR_COLUMNS = ["boundary", "median", "p95", "p99", "tokens", "source"]
 
 
@@ -225,7 +255,7 @@ def _read_floor(path: Path) -> pd.DataFrame:
         raise ValueError(f"{path.name} lacks {', '.join(missing)}; expected a floor as Floor.save writes it: measure it again")
     return frame.astype({"boundary": str})[FLOOR_COLUMNS]
 
-# %% ../nbs/44_measure.ipynb #4c1e82ec
+# %% ../nbs/44_measure.ipynb #d3c0abec
 @dataclass(frozen=True)
 class Floor:
     "How far noise alone takes hidden states, by boundary."
@@ -260,7 +290,7 @@ class Floor:
         "Read a table of floors."
         return cls(_read_floor(Path(path)))
 
-# %% ../nbs/44_measure.ipynb #b15c1cf7
+# %% ../nbs/44_measure.ipynb #0b003dfc
 _ROUNDING = {"bfloat16": 2.0 ** -9, "float16": 2.0 ** -12, "float32": 2.0 ** -25}  # largest relative error of one
 
 
@@ -277,7 +307,7 @@ def estimate(
     rows = [row(str(b), b) for b in boundaries] + [row("last", num_layers)]
     return Floor(pd.DataFrame(rows, columns=FLOOR_COLUMNS))
 
-# %% ../nbs/44_measure.ipynb #e3599c5b
+# %% ../nbs/44_measure.ipynb #94ed78a1
 def post_norm(
     states: torch.Tensor,  # [T, H], the last hidden state of a document
     last_norm: str,        # of the store it is from
@@ -292,9 +322,9 @@ def _last_pair(one, two, norms: tuple, head) -> tuple:
     pair = (one, two)
     if norms[0] != norms[1]:
         pair = [post_norm(states, norm, head) for states, norm in zip(pair, norms)]
-    return tuple(states.unsqueeze(1) for states in pair)
+    return [states.unsqueeze(1) for states in pair]
 
-# %% ../nbs/44_measure.ipynb #94ed78a1
+# %% ../nbs/44_measure.ipynb #fc24cad1
 @dataclass(frozen=True)
 class Measured:
     "How far two stores are apart."
@@ -305,21 +335,16 @@ class Measured:
     bytes: int                # read from both stores together
 
 
-def _worst_channels(name: str, kernel: RowKernel, row: int, count: int) -> list:
-    "The channels of one boundary with the largest share of the squared difference."
-    own, difference = kernel.channels[0, row], kernel.channels[1, row]
-    total = difference.sum()
-    return [(name, int(channel), difference[channel] / total, (difference[channel] / own[channel]) ** 0.5 if own[channel] else np.inf,
-             kernel.sampled) for channel in np.argsort(-difference)[:count] if total]
+def _channel_table(names: list, kernel: RowKernel, count: int = 10) -> pd.DataFrame:
+    "The channels that hold most of the squared difference, at each boundary."
+    rows = []
+    for name, own, difference in zip(names, *kernel.channels.numpy()):
+        for channel in np.argsort(-difference)[:count] if difference.any() else []:
+            relative = (difference[channel] / own[channel]) ** 0.5 if own[channel] else np.inf
+            rows.append((name, int(channel), difference[channel] / difference.sum(), relative, kernel.sampled))
+    return pd.DataFrame(rows, columns=["boundary", "channel", "share", "rel_l2", "tokens"])
 
-
-def _channel_table(names: list, kernels: list, count: int = 10) -> pd.DataFrame:
-    "The channels that differ most, over all boundaries."
-    rows = [(kernel, row) for kernel in kernels for row in range(kernel.channels.shape[1])]
-    found = [line for name, (kernel, row) in zip(names, rows) for line in _worst_channels(name, kernel, row, count)]
-    return pd.DataFrame(found, columns=["boundary", "channel", "share", "rel_l2", "tokens"])
-
-# %% ../nbs/44_measure.ipynb #fc24cad1
+# %% ../nbs/44_measure.ipynb #b294020d
 class _Reader:
     "Reads the states of aligned tokens from both stores, document by document."
 
@@ -330,15 +355,15 @@ class _Reader:
         self.names = [*map(str, alignment.boundaries), *(["last"] if self.has_last else [])]
         self.rows = [_rows(store.manifest.boundaries, alignment.boundaries) for store in (a, b)]
 
-    def read(self, pair) -> list:  # (states of a, states of b) as [T, boundaries, H] and [T, 1, H]
+    def read(self, pair) -> tuple:  # parts of a, parts of b: [T, boundaries, H] and [T, 1, H]
         "The states of one pair of documents."
         places = ((pair.index_a, pair.start_a), (pair.index_b, pair.start_b))
         sides = [_run(store, *place, pair.length) for store, place in zip(self.stores, places)]
-        parts = [tuple(side.hidden[:, rows] for side, rows in zip(sides, self.rows))]
+        parts = [[side.hidden[:, rows] for side, rows in zip(sides, self.rows)]]
         if self.has_last:
             parts.append(_last_pair(sides[0].last, sides[1].last, self.norms, self.head))
         self.bytes += sum(states.nbytes for side in sides for states in (side.hidden, side.last)[:len(parts)])
-        return parts
+        return tuple(zip(*parts))
 
 
 def _rows(captured: tuple, wanted: tuple):  # a slice where it can be: no copy
@@ -352,7 +377,7 @@ def _run(store, index: int, start: int, length: int):
     document, part = store[index], slice(start, start + length)
     return document._replace(hidden=document.hidden[part], last=document.last[part])
 
-# %% ../nbs/44_measure.ipynb #b294020d
+# %% ../nbs/44_measure.ipynb #4a3a2402
 def measure(
     a,                                   # a `Store`
     b,                                   # another `Store` of the same target
@@ -363,17 +388,16 @@ def measure(
 ) -> Measured:
     "Compare the states of two stores in one pass."
     alignment = alignment or align(a, b)
-    reader, size = _Reader(a, b, alignment, head), a.manifest.hidden_size
-    kernels = [RowKernel(rows, size) for rows in (len(alignment.boundaries), 1)[:1 + reader.has_last]]
+    reader = _Reader(a, b, alignment, head)
+    kernel = RowKernel(len(reader.names), a.manifest.hidden_size)
     levels = np.array([floor.level(name) if floor else np.nan for name in reader.names])
     tally = _Tally(reader.names, levels, max(pair.start_a + pair.length for pair in alignment.pairs), width)
     for pair in alignment.pairs:
-        sums = [kernel(*part) for kernel, part in zip(kernels, reader.read(pair))]
-        tally.add(pair, np.concatenate(sums, -1))
+        tally.add(pair, kernel(*reader.read(pair)))
     documents = pd.DataFrame(tally.documents, columns=["id", "boundary", "tokens", "rel_l2", "rel_l2_max", "position_max"])
-    return Measured(*_tables(tally), documents, _channel_table(reader.names, kernels), reader.bytes)
+    return Measured(*_tables(tally), documents, _channel_table(reader.names, kernel), reader.bytes)
 
-# %% ../nbs/44_measure.ipynb #bde44b00
+# %% ../nbs/44_measure.ipynb #64b7291d
 def floor(
     pairs: list,                 # of (a, b): stores that ought to hold the same states
     labels: list | None = None,  # what each pair shows, such as 'batch shape'
