@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'LOOKS', 'SPARE_LOOKS', 'use_style', 'looks', 'caption', 'plot_training', 'plot_positions',
-           'plot_accept_length', 'save']
+           'plot_accept_length', 'plot_difference', 'plot_difference_map', 'save']
 
 # %% ../nbs/40_plots.ipynb #3f66c4df
 import io
@@ -12,10 +12,13 @@ from pathlib import Path
 from textwrap import fill
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from .files import write_atomic
 
@@ -207,6 +210,98 @@ def plot_accept_length(
     return ax
 
 # %% ../nbs/40_plots.ipynb #391ebe00
+def _boundary_name(boundary) -> str:
+    "Words for an axis: a boundary's number, or `last`."
+    return "last" if str(boundary) == "last" else f"boundary {boundary}"
+
+def _draw_floor(ax, rows, label):
+    "Draw the floor of each boundary as a bar over its column."
+    known = rows.dropna(subset=["floor"])
+    for number, (place, level) in enumerate(zip(known.place, known.floor)):
+        ax.plot([place - 0.38, place + 0.38], [level, level], color="#111111", lw=3, solid_capstyle="butt",
+                label=label if number == 0 else None, zorder=1)
+        ax.fill_between([place - 0.38, place + 0.38], 0, level, color="#777777", alpha=0.18, lw=0, zorder=0)
+
+# %% ../nbs/40_plots.ipynb #5b58a327
+def plot_difference(
+    boundaries: pd.DataFrame,  # boundary, tokens, rel_l2, rel_l2_p95, floor (NaN: unknown); source where several pairs are shown
+    ax: Axes | None = None,    # where to draw; None makes a figure
+    floor_label: str = "noise floor",
+) -> Axes:                     # the axes drawn on
+    "Show the relative difference at each boundary, with the noise floor."
+    _need(boundaries, ["boundary", "tokens", "rel_l2", "rel_l2_p95", "floor"])
+    names = list(dict.fromkeys(boundaries.boundary.astype(str)))
+    rows = boundaries.assign(place=[names.index(str(name)) for name in boundaries.boundary])
+    groups = list(rows.groupby(rows.get("source", pd.Series("", rows.index)), sort=False))
+    styles, ax = looks([source for source, _ in groups]), _axes(ax, size=(max(7.5, 1.1 * len(names) + 2.5), 4.4))
+    _draw_floor(ax, rows.groupby("place", as_index=False).floor.max(), floor_label)
+    smallest = rows[["rel_l2", "rel_l2_p95", "floor"]].replace(0, float("nan")).min().min()
+    bottom = (smallest if pd.notna(smallest) else 1e-6) / 3
+    for number, (source, own) in enumerate(groups):
+        middle, top = own.rel_l2.clip(lower=bottom), own.rel_l2_p95.clip(lower=bottom)
+        shift = 0.16 * (number - (len(groups) - 1) / 2)
+        label = f"{source or 'difference'} (n = {int(own.tokens.max()):,} tokens)"
+        ax.errorbar(own.place + shift, middle, yerr=[0 * middle, top - middle], capsize=5, elinewidth=1.8, label=label,
+                    **{**styles[source], "linestyle": ""})
+    ax.set_yscale("log")
+    ax.set(xlabel="residual stream entering a layer; last = last hidden state", ylabel="relative L2, |a − b| / |a|",
+           ylim=(bottom, None), title="How far apart, and how far is noise")
+    ax.set_xticks(range(len(names)), [_boundary_name(name) for name in names])
+    ax.set_xlim(-0.6, len(names) - 0.4)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=2, fontsize=10, borderaxespad=0)
+    ax.set_title(ax.get_title(loc="left"), pad=30 + 16 * ((len(groups) + 2) // 2))
+    return ax
+
+# %% ../nbs/40_plots.ipynb #7afa54f2
+def _span(first: int, last: int) -> str:
+    "Words for a group of positions."
+    return f"{first}" if first == last else f"{first}–{last}"
+
+def _short(value: float) -> str:
+    "A number in a cell, in three characters or so."
+    return "0" if value == 0 else f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+def _write_cells(ax, values, colors, norm, frames: bool):
+    "Write the number of each cell where it can be read, and frame those beyond the floor."
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            red, green, blue, _ = colors(norm(max(value, norm.vmin)))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            beyond = frames and value > 1
+            ax.text(column, row, _short(value), ha="center", va="center", fontsize=10, color="white" if dark else "#111111",
+                    fontweight="bold" if beyond else "normal")
+            if beyond:
+                ax.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, lw=1.2,
+                                       edgecolor="white" if dark else "#111111"))
+
+# %% ../nbs/40_plots.ipynb #67a8480d
+def plot_difference_map(
+    frame: pd.DataFrame,     # boundary, first, last (positions), rel_l2, floor (NaN: unknown)
+    ax: Axes | None = None,  # where to draw; None makes a figure
+) -> Axes:                   # the axes drawn on
+    "Show the difference by boundary and position, in units of the noise floor."
+    _need(frame, ["boundary", "first", "last", "rel_l2", "floor"])
+    known = frame.floor.notna().all()
+    cells = frame.assign(value=frame.rel_l2 / frame.floor if known else 100 * frame.rel_l2)
+    names = list(dict.fromkeys(cells.boundary.astype(str)))
+    spans = sorted(set(zip(cells["first"], cells["last"])))
+    values = np.full((len(names), len(spans)), np.nan)
+    for row in cells.itertuples():
+        values[names.index(str(row.boundary)), spans.index((row.first, row.last))] = row.value
+    ax = _axes(ax, size=(max(6.5, 0.75 * len(spans) + 3), 1.9 + 0.55 * len(names)))
+    colors, norm = sns.color_palette("rocket_r", as_cmap=True), LogNorm(*((0.25, 32) if known else (0.01, 100)))
+    image = ax.imshow(np.clip(values, norm.vmin, None), cmap=colors, norm=norm, aspect="auto")
+    _write_cells(ax, values, colors, norm, frames=known)
+    ax.grid(False)
+    ax.set_xticks(range(len(spans)), [_span(*span) for span in spans], rotation=45 if len(spans) > 9 else 0)
+    ax.set_yticks(range(len(names)), [_boundary_name(name) for name in names])
+    ax.set(xlabel="position in the document (tokens)", title="Difference by layer and position")
+    bar = ax.figure.colorbar(image, ax=ax, extend="max", label="median relative L2\n" + ("(floor = 1)" if known else "(% of |a|)"))
+    ticks = [0.25, 1, 4, 16] if known else [0.01, 0.1, 1, 10, 100]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    return ax
+
+# %% ../nbs/40_plots.ipynb #91d6bae0
 def save(
     ax_or_fig: Axes | Figure,          # the chart
     path_stem: str | Path,             # path without suffix; the folder must exist
