@@ -125,7 +125,9 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     **dict.fromkeys((
         "prompts", "max_new_tokens", "documents", "max_tokens", "batch_size", "batch_sizes",
         "num_draft", "num_drafts", "ttt_steps", "steps", "batch_tokens", "draft_vocab_size", "eval_every",
-        "eval_documents", "save_every", "log_every", "resamples", "repeats", "threads", "tp"), _COUNT),
+        "eval_documents", "save_every", "log_every", "resamples", "repeats", "threads", "tp_size",
+        "batch_documents"), _COUNT),
+    "chunked_prefill_tokens": {"ge": 0}, "mode": ("prefill", "decode"),
     "heldout": {"ge": 2},  # an interval needs two
     "seed": {"ge": 0}, "warmup_steps": {"ge": 0}, "boundaries": {"ge": 0}, "weight_decay": {"ge": 0},
     "temperature": {"ge": 0}, "top_p": {"gt": 0, "le": 1}, "warmup": _SHARE, "epochs": {"gt": 0},
