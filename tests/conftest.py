@@ -35,3 +35,16 @@ def chromium() -> str:
     "A browser to look at pages with; without one the test is skipped."
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     return found or pytest.skip("needs chromium on PATH (Debian: apt install chromium)")
+
+
+@pytest.fixture(scope="session")
+def engine_python():
+    "A function that gives an engine's interpreter; without one, its CPU environment is made first."
+    from k2eagle import engines
+
+    def find(engine: str) -> Path:
+        if not os.environ.get(engines.RECIPES[engine].variable):
+            engines.setup(engine)
+        return engines.python(engine)
+
+    return find

@@ -1,0 +1,111 @@
+"""Does it matter how an engine is run? Captures the same conversations in every way it can be, and compares them.
+
+    python benchmarks/engines.py capture OUT [--device cuda] [--only vllm] [--documents 12]
+    python benchmarks/engines.py compare OUT [OTHER …]   # captures of several machines, first folder first
+
+`capture` fills OUT/<target>/<case>/ with stores, for the default target and a tiny random Kimi-K2; cases that cannot run are
+written to OUT/failed.csv with the engine's own words. `compare` writes differences.csv and provenance.json into the first folder:
+a row a pair of stores, with the relative L2 of the median token at each boundary, beside the noise floor of the reference.
+"""
+import argparse
+import itertools
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from k2eagle import align, capture, measure, targets, text
+from k2eagle.files import portable, write_atomic, write_json
+from k2eagle.jobs import EngineError
+from k2eagle.provenance import provenance
+from k2eagle.store import open_store
+
+GREEDY = {"temperature": 0.0}
+CASES = {  # name of the case: engine, options of the engine; graphs are for GPUs
+    "hf": ("hf", {}), "hf-alone": ("hf", {"batch_tokens": 1}), "hf-float32": ("hf", {"dtype": "float32"}),
+    "vllm-prefill": ("vllm", {}), "vllm-decode": ("vllm", {"mode": "decode"}),
+    "vllm-alone": ("vllm", {"batch_documents": 1}),
+    "vllm-graphs-prefill": ("vllm", {"cuda_graphs": True}), "vllm-graphs-decode": ("vllm", {"cuda_graphs": True, "mode": "decode"}),
+    "vllm-fp8": ("vllm", {"quantization": "fp8"}),
+    "sglang-prefill": ("sglang", {}), "sglang-decode": ("sglang", {"mode": "decode"}),
+    "sglang-alone": ("sglang", {"batch_documents": 1}),
+    "sglang-graphs-decode": ("sglang", {"cuda_graphs": True, "mode": "decode"}),
+    "sglang-fp8": ("sglang", {"quantization": "fp8"}),
+}
+ONLY_CUDA = ("graphs", "fp8")
+PAIRS = [  # what a user would ask, as (case, case)
+    ("hf", "hf-alone"), ("hf", "hf-float32"), ("hf", "vllm-prefill"), ("hf", "sglang-prefill"), ("vllm-prefill", "sglang-prefill"),
+    ("vllm-prefill", "vllm-alone"), ("sglang-prefill", "sglang-alone"), ("vllm-prefill", "vllm-decode"),
+    ("sglang-prefill", "sglang-decode"), ("vllm-decode", "sglang-decode"), ("vllm-prefill", "vllm-graphs-prefill"),
+    ("vllm-decode", "vllm-graphs-decode"), ("sglang-decode", "sglang-graphs-decode"), ("vllm-graphs-decode", "sglang-graphs-decode"),
+    ("vllm-prefill", "vllm-fp8"), ("sglang-prefill", "sglang-fp8")]
+
+
+def conversations(target: Path, documents: int) -> list:
+    "The same on every machine: prompts with a fixed answer."
+    tokenizer = text.load_tokenizer(target)
+    answer = "Let us take this one step at a time, and check each step before we go on to the next. Then the answer is clear."
+    chats = [[{"role": "user", "content": prompt.text}, {"role": "assistant", "content": answer}]
+             for prompt in text.prompts(documents, "heldout")]
+    return [text.encode(tokenizer, chat) for chat in chats]
+
+
+def capture_all(out: Path, device: str, only: str, documents: int):
+    "Fill stores for every target and case."
+    chosen = [name for name in CASES if name.startswith(only) and (device == "cuda" or not any(word in name for word in ONLY_CUDA))]
+    failed = []
+    for target in (targets.default_target(), targets.mini_kimi(out / "targets" / "mini-kimi", num_layers=12)):
+        samples = conversations(target, documents)
+        for name in chosen:
+            engine, options = CASES[name]
+            given = options if engine == "hf" else {"engine_options": options}
+            start = time.perf_counter()
+            try:
+                capture.capture(target, samples, out / target.name / name, engine, device=device, answers=GREEDY, patience_s=400, **given)
+            except (EngineError, ValueError) as error:
+                failed.append({"target": target.name, "case": name, "error": str(error)})
+                write_atomic(out / "failed.csv", pd.DataFrame(failed).to_csv(index=False))
+            print(f"{target.name} {name}: {time.perf_counter() - start:.1f} s{', failed' if failed and failed[-1]['case'] == name else ''}", flush=True)
+
+
+def row(target: Path, one, other, names: tuple) -> dict:
+    "How far two stores are apart."
+    alignment = align.align(one, other, any_weights=True)
+    table = measure.measure(one, other, alignment, head=targets.head(target)).boundaries.set_index("boundary")
+    return {"target": target.name, "a": names[0], "b": names[1], "tokens": alignment.tokens,
+            **{f"boundary_{name}": value for name, value in table.rel_l2.items()},
+            **{f"p95_{name}": value for name, value in table.rel_l2_p95.items()}}
+
+
+def pairs(machines: list) -> list:  # (machine, case), (machine, case)
+    "What is compared: the cases of one machine, then each case between machines."
+    within = [((machine, a), (machine, b)) for machine in machines for a, b in PAIRS]
+    return within + [((one, case), (other, case)) for one, other in itertools.combinations(machines, 2) for case in CASES]
+
+
+def compare_all(folders: list):
+    "Compare the cases of each machine, and each case between machines."
+    rows = []
+    for target in (targets.default_target(), targets.mini_kimi(folders[0] / "targets" / "mini-kimi", num_layers=12)):
+        kept = {(folder.name, case): folder / target.name / case for folder in folders for case in CASES}
+        kept = {key: open_store(path) for key, path in kept.items() if (path / "manifest.json").is_file()}
+        rows += [row(target, kept[a], kept[b], (": ".join(a), ": ".join(b)))
+                 for a, b in pairs([folder.name for folder in folders]) if a in kept and b in kept]
+    frame = pd.DataFrame(rows)
+    write_atomic(folders[0] / "differences.csv", frame.to_csv(index=False))
+    write_json(folders[0] / "provenance.json", provenance(folders=[portable(folder) for folder in folders]))
+    print(frame.to_string(float_format="{:.4f}".format))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=["capture", "compare"])
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", default="", help="cases whose names begin so")
+    parser.add_argument("--documents", type=int, default=12)
+    options = parser.parse_args()
+    if options.task == "capture":
+        capture_all(options.folders[0], options.device, options.only, options.documents)
+    else:
+        compare_all(options.folders)
