@@ -8,6 +8,7 @@ __all__ = ['BLOCK', 'EVERY', 'METRICS', 'FLOOR_COLUMNS', 'RowKernel', 'metrics',
 
 # %% ../nbs/44_measure.ipynb #4ec2873f
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ EVERY = 16      # tokens from one that counts for the channel sums to the next
 def _repair(a: list, b: list, sums: np.ndarray) -> np.ndarray:
     "Do rows again whose squares left the range of float32."
     squares, peak = sums[:3], sums[3]
+    if squares.min() > 1e-30 and squares.max() < np.inf:
+        return sums
     wrong = (squares[:2] < 1e-30).any(0) | (squares[2] < 1e-30) & (peak > 0) | ~(squares.max(0) < np.inf)
     for token, row in np.argwhere(wrong):
         one, two = (torch.cat([part[token] for part in side])[row].double().numpy() for side in (a, b))
@@ -33,6 +36,45 @@ def _repair(a: list, b: list, sums: np.ndarray) -> np.ndarray:
     return sums
 
 # %% ../nbs/44_measure.ipynb #c29247b5
+def _widen(buffer: torch.Tensor, parts: list) -> torch.Tensor:
+    "Write states into a float32 buffer [T, K, H]."
+    start = 0
+    for part in parts:
+        buffer[:, start:start + part.shape[1]].copy_(part)
+        start += part.shape[1]
+    return buffer
+
+
+class _Channels:
+    "Sums of a²/|a|² and (a-b)²/|a|² by channel, over every sixteenth token."
+
+    def __init__(self, rows: int, width: int, block: int):
+        self.held = torch.empty(2, max(64, block // EVERY + 1), rows, width)  # states and differences not added yet
+        self.total = torch.zeros(2, rows, width, dtype=torch.float64)
+        self.seen = self.tokens = self.waiting = 0  # tokens offered, taken, and of those not added yet
+
+    @contextmanager
+    def sample(self, states: torch.Tensor):  # states: [T, K, H], which the body turns into differences
+        "Take some of the tokens, as states and as differences."
+        chosen = slice(-self.seen % EVERY, None, EVERY)
+        count = len(states[chosen])
+        if self.waiting + count > self.held.shape[1]:
+            self.sums()
+        place = slice(self.waiting, self.waiting + count)
+        self.held[0, place] = states[chosen]
+        yield
+        self.held[1, place] = states[chosen]
+        self.seen, self.tokens, self.waiting = self.seen + len(states), self.tokens + count, self.waiting + count
+
+    def sums(self) -> np.ndarray:  # float64 [2, K, H]
+        "Add what waits, and return the sums."
+        states = self.held[:, :self.waiting]
+        size = states[0].norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        self.total += (states / size).square().sum(1)
+        self.waiting = 0
+        return self.total.numpy()
+
+# %% ../nbs/44_measure.ipynb #96fd7d74
 class RowKernel:
     "Reduces pairs of states to |a|², |b|², |a-b|² and max|a-b|, and sums channels over a sample of tokens."
 
@@ -44,8 +86,7 @@ class RowKernel:
         self.tokens = max(1, BLOCK // (rows * width))  # a block
         self.buffers = [torch.empty(self.tokens, rows, width) for _ in range(2)]
         self.arrays = [buffer.numpy() for buffer in self.buffers]
-        self.channels = torch.zeros(2, rows, width, dtype=torch.float64)  # sums of a²/|a|² and (a-b)²/|a|²
-        self.seen = self.sampled = 0  # tokens, and those of them in the channel sums
+        self.channels = _Channels(rows, width, self.tokens)
 
     def __call__(
         self,
@@ -53,47 +94,23 @@ class RowKernel:
         b: list,      # likewise; may be of another dtype
     ) -> np.ndarray:  # float64 [4, T, K]
         "Reduce the states of one document."
-        length, out = len(a[0]), np.empty((4, len(a[0]), self.channels.shape[1]), np.float32)
+        length, out = len(a[0]), np.empty((4, len(a[0]), self.arrays[0].shape[1]), np.float32)
         with np.errstate(over="ignore"):
             for start in range(0, length, self.tokens):
                 block = slice(start, start + self.tokens)
-                _block(self, [part[block] for part in a], [part[block] for part in b], out[:, block])
-        sums = _repair(a, b, out.astype(np.float64))
-        _sample(self, a, b, sums[0])
-        return sums
+                self.block([part[block] for part in a], [part[block] for part in b], out[:, block])
+        return _repair(a, b, out.astype(np.float64))
 
-# %% ../nbs/44_measure.ipynb #96fd7d74
-def _block(kernel: RowKernel, a: list, b: list, out: np.ndarray):
-    "Reduce as many tokens as the buffers hold."
-    x, y = (_widen(buffer[:out.shape[1]], parts) for buffer, parts in zip(kernel.buffers, (a, b)))
-    own, other = (array[:out.shape[1]] for array in kernel.arrays)
-    np.vecdot(own, own, out=out[0])
-    np.vecdot(other, other, out=out[1])
-    x.sub_(y)
-    np.vecdot(own, own, out=out[2])
-    out[3] = torch.amax(x.abs_(), -1).numpy()
-
-
-def _widen(buffer: torch.Tensor, parts: list) -> torch.Tensor:
-    "Write states into a float32 buffer [T, K, H]."
-    start = 0
-    for part in parts:
-        buffer[:, start:start + part.shape[1]].copy_(part)
-        start += part.shape[1]
-    return buffer
-
-
-def _sample(kernel: RowKernel, a: list, b: list, squares: np.ndarray):
-    "Add some tokens of a document to the channel sums."
-    chosen = slice(-kernel.seen % EVERY, None, EVERY)
-    kernel.seen += len(squares)
-    if size := len(squares[chosen]):
-        x, y = (_widen(torch.empty(size, *buffer.shape[1:]), [part[chosen] for part in parts])
-                for buffer, parts in zip(kernel.buffers, (a, b)))
-        weight = torch.from_numpy(squares[chosen]).clamp(min=1e-300).rsqrt().float().unsqueeze(-1)
-        kernel.channels[0] += (x * weight).square_().sum(0)
-        kernel.channels[1] += x.sub_(y).mul_(weight).square_().sum(0)
-        kernel.sampled += size
+    def block(self, a: list, b: list, out: np.ndarray):
+        "Reduce as many tokens as the buffers hold."
+        x, y = (_widen(buffer[:out.shape[1]], parts) for buffer, parts in zip(self.buffers, (a, b)))
+        own, other = (array[:out.shape[1]] for array in self.arrays)
+        np.vecdot(own, own, out=out[0])
+        np.vecdot(other, other, out=out[1])
+        with self.channels.sample(x):
+            x.sub_(y)
+        np.vecdot(own, own, out=out[2])
+        out[3] = torch.amax(x.abs_(), -1).numpy()
 
 # %% ../nbs/44_measure.ipynb #85f5bb5e
 METRICS = ("rel_l2", "cosine_gap", "norm_ratio", "max_abs")
@@ -320,7 +337,7 @@ def post_norm(
 def _last_pair(one, two, norms: tuple, head) -> tuple:
     "Both last hidden states in one norm state, as [T, 1, H]."
     pair = (one, two)
-    if norms[0] != norms[1]:
+    if head is not None:
         pair = [post_norm(states, norm, head) for states, norm in zip(pair, norms)]
     return [states.unsqueeze(1) for states in pair]
 
@@ -338,10 +355,10 @@ class Measured:
 def _channel_table(names: list, kernel: RowKernel, count: int = 10) -> pd.DataFrame:
     "The channels that hold most of the squared difference, at each boundary."
     rows = []
-    for name, own, difference in zip(names, *kernel.channels.numpy()):
+    for name, own, difference in zip(names, *kernel.channels.sums()):
         for channel in np.argsort(-difference)[:count] if difference.any() else []:
             relative = (difference[channel] / own[channel]) ** 0.5 if own[channel] else np.inf
-            rows.append((name, int(channel), difference[channel] / difference.sum(), relative, kernel.sampled))
+            rows.append((name, int(channel), difference[channel] / difference.sum(), relative, kernel.channels.tokens))
     return pd.DataFrame(rows, columns=["boundary", "channel", "share", "rel_l2", "tokens"])
 
 # %% ../nbs/44_measure.ipynb #b294020d
@@ -351,7 +368,7 @@ class _Reader:
     def __init__(self, a, b, alignment: Alignment, head):
         self.stores, self.head, self.bytes = (a, b), head, 0
         self.norms = (a.manifest.last_norm, b.manifest.last_norm)
-        self.has_last = self.norms[0] == self.norms[1] or head is not None
+        self.has_last = "absent" not in self.norms and (self.norms[0] == self.norms[1] or head is not None)
         self.names = [*map(str, alignment.boundaries), *(["last"] if self.has_last else [])]
         self.rows = [_rows(store.manifest.boundaries, alignment.boundaries) for store in (a, b)]
 
@@ -383,7 +400,7 @@ def measure(
     b,                                   # another `Store` of the same target
     alignment: Alignment | None = None,  # of a and b; made here when None
     floor: Floor | None = None,          # counts tokens beyond it
-    head=None,                           # a `TargetHead`, for `last` where the norm states differ
+    head=None,                           # a `TargetHead`: compare `last` after the final norm
     width: int | None = None,            # positions a group; None groups by powers of two
 ) -> Measured:
     "Compare the states of two stores in one pass."
@@ -401,7 +418,7 @@ def measure(
 def floor(
     pairs: list,                 # of (a, b): stores that ought to hold the same states
     labels: list | None = None,  # what each pair shows, such as 'batch shape'
-    head=None,                   # a `TargetHead`, for `last` where the norm states differ
+    head=None,                   # a `TargetHead`: compare `last` after the final norm
 ) -> Floor:
     "Measure what noise alone does, and take the largest at each boundary."
     labels = labels or [" and ".join(align(a, b).labels) for a, b in pairs]
