@@ -6,9 +6,14 @@
 __all__ = ['attend', 'extend_attention_cpu', 'decode_attention_cpu', 'assign_req_to_token_pool_cpu',
            'assign_extend_cache_locs_cpu', 'assign_draft_cache_locs_contiguous_cpu', 'build_draft_decode_metadata_cpu',
            'fill_accept_out_cache_loc_cpu', 'fill_bonus_tokens_cpu', 'copy_all_layer_kv_cache_cpu', 'tree_parents',
-           'build_tree_kernel_efficient_cpu', 'verify_tree_greedy_cpu']
+           'build_tree_kernel_efficient_cpu', 'verify_tree_greedy_cpu', 'compiled_kernels']
 
 # %% ../../../nbs/workers/sgl_kernel.ipynb #3cd83c56
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -254,7 +259,26 @@ def _missing(name):
     return kernel
 
 # %% ../../../nbs/workers/sgl_kernel.ipynb #6a6b7087
+def compiled_kernels(
+    folders: list,  # where to look, usually the rest of `sys.path`
+):                  # the package, or None
+    "Import the `sgl_kernel` that this module hides, if there is one that works on this machine."
+    spec = importlib.machinery.PathFinder.find_spec("sgl_kernel", folders)
+    if spec is None or spec.loader is None:
+        return None
+    module, own = importlib.util.module_from_spec(spec), sys.modules.get("sgl_kernel")
+    sys.modules["sgl_kernel"] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError):  # as of kernels for CUDA on a machine without it
+        module = sys.modules["sgl_kernel"] = own
+        return None
+    return module
+
+
 if __name__ == "sgl_kernel":
-    __getattr__ = _missing
-    torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
-    torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
+    _own = Path(__file__).resolve().parent
+    if compiled_kernels([folder for folder in sys.path if Path(folder).resolve() != _own]) is None:
+        __getattr__ = _missing
+        torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
+        torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
