@@ -1,6 +1,6 @@
 """Does it matter how an engine is run? Captures the same conversations in every way it can be, and compares them.
 
-    python benchmarks/engines.py capture OUT [--device cuda] [--only vllm] [--documents 12]
+    python benchmarks/engines.py capture OUT [--device cuda] [--only vllm] [--documents 12] [--sglang-args JSON]
     python benchmarks/engines.py compare OUT [OTHER …]   # captures of several machines, first folder first
 
 `capture` fills OUT/<target>/<case>/ with stores, for the default target and a tiny random Kimi-K2; cases that cannot run are
@@ -9,6 +9,7 @@ a row a pair of stores, with the relative L2 of the median token at each boundar
 """
 import argparse
 import itertools
+import json
 import time
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def conversations(target: Path, documents: int) -> list:
     return [text.encode(tokenizer, chat) for chat in chats]
 
 
-def capture_all(out: Path, device: str, only: str, documents: int):
+def capture_all(out: Path, device: str, only: str, documents: int, engine_args: dict):
     "Fill stores for every target and case."
     chosen = [name for name in CASES if name.startswith(only) and (device == "cuda" or not any(word in name for word in ONLY_CUDA))]
     failed = []
@@ -58,7 +59,7 @@ def capture_all(out: Path, device: str, only: str, documents: int):
         samples = conversations(target, documents)
         for name in chosen:
             engine, options = CASES[name]
-            given = options if engine == "hf" else {"engine_options": options}
+            given = options if engine == "hf" else {"engine_options": {**options, "engine_args": engine_args[engine]}}
             start = time.perf_counter()
             try:
                 capture.capture(target, samples, out / target.name / name, engine, device=device, answers=GREEDY, patience_s=400, **given)
@@ -104,8 +105,11 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="cases whose names begin so")
     parser.add_argument("--documents", type=int, default=12)
+    for engine in ("vllm", "sglang"):
+        parser.add_argument(f"--{engine}-args", type=json.loads, default={}, help="JSON, passed to the engine as it is")
     options = parser.parse_args()
     if options.task == "capture":
-        capture_all(options.folders[0], options.device, options.only, options.documents)
+        capture_all(options.folders[0], options.device, options.only, options.documents,
+                    {"vllm": options.vllm_args, "sglang": options.sglang_args})
     else:
         compare_all(options.folders)

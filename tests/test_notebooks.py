@@ -15,6 +15,7 @@ from readme import joined, readme
 
 NBS = ROOT / "nbs"
 LIBRARY = sorted(path for path in NBS.glob("*.ipynb") if re.match(r"\d", path.name))
+WORKERS = sorted((NBS / "workers").glob("*.ipynb"))  # exported like the library, run by an engine's Python
 RUNS = sorted((NBS / "runs").glob("*.ipynb"))
 TUTORIALS = sorted((NBS / "tutorials").glob("*.ipynb"))
 MODULES = {re.sub(r"^\d+[a-z]*_", "", path.stem): path.stem for path in LIBRARY}
@@ -58,14 +59,14 @@ def by_name(paths: list[Path]):
     return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
 
 
-@by_name(LIBRARY)
+@by_name(LIBRARY + WORKERS)
 def test_runs(path):
     skip = get_config(path=ROOT).tst_flags.split()
     passed, _ = run_nb(path, skip_flags=skip, basepath=ROOT)
     assert passed, f"a cell failed (captured stderr); alone: nbdev_test --n_workers 0 --path {path.relative_to(ROOT)}"
 
 
-@by_name(LIBRARY + RUNS + TUTORIALS)
+@by_name(LIBRARY + WORKERS + RUNS + TUTORIALS)
 def test_opens_with_title_and_sentence(path):
     first = cells_of(path)[0]
     assert first["cell_type"] == "markdown" and re.match(r"# \S.*\n+> \S", first["source"]), "cell 1 is `# Title` and `> one sentence`"
@@ -78,7 +79,15 @@ def test_defines_its_module(path):
     assert names == [module], f"{path.name} exports to {names}; expected ['{module}'] as its name says"
 
 
-@by_name(LIBRARY)
+@by_name(WORKERS)
+def test_worker_stands_alone(path):
+    names = [text for cell in cells_of(path) for text in re.findall(r"^#\s*\|\s*default_exp\s+(\S+)", cell["source"], re.M)]
+    assert len(names) == 1 and names[0].startswith("workers.") and names[0].endswith(f".{path.stem}"), names
+    used = {module.split(".")[0] for cell in exported(path) for module, _ in imports(code_of(cell))}
+    assert not used & {"k2eagle", "nbdev", "fastcore", "pandas"}, "an engine's environment has none of these"
+
+
+@by_name(LIBRARY + WORKERS)
 def test_exported_cells_are_short(path):
     long = {cell["source"].split("\n")[1]: n for cell in exported(path) if (n := cell["source"].count("\n") + 1) > LONGEST_CELL}
     assert not long, f"split these cells, {LONGEST_CELL} lines at most: {long}"
@@ -97,13 +106,13 @@ def test_imports_by_name_and_downwards(path):
                 assert MODULES[used] <= own, f"imports k2eagle.{used} ({MODULES[used]}), which comes later"
 
 
-@by_name(LIBRARY)
+@by_name(LIBRARY + WORKERS)
 def test_exported_code_needs_no_notebook_tooling(path):
     used = {module.split(".")[0] for cell in exported(path) for module, _ in imports(code_of(cell))}
     assert not used & {"nbdev", "fastcore", "execnb"}, "exported code runs where these are absent"
 
 
-@by_name(LIBRARY)
+@by_name(LIBRARY + WORKERS)
 def test_shows_tests_and_prose(path):
     cells = cells_of(path)
     shown = [cell for cell in cells if cell["cell_type"] == "code" and not cell["directives"] & {"default_exp", "hide"}]
@@ -113,7 +122,7 @@ def test_shows_tests_and_prose(path):
     assert 2 * len(prose) >= len(shown), f"{len(prose)} prose cells for {len(shown)} code cells; expected one for two"
 
 
-@by_name(LIBRARY + RUNS + TUTORIALS + [NBS / "index.ipynb"])
+@by_name(LIBRARY + WORKERS + RUNS + TUTORIALS + [NBS / "index.ipynb"])
 def test_names_no_machine(path):
     text = path.read_text(encoding="utf-8")
     outputs = json.dumps([cell.get("outputs", []) for cell in cells_of(path)])
@@ -149,7 +158,7 @@ def differing(folder: Path, name: str, pattern: str) -> list[str]:
 
 
 def test_package_is_what_the_notebooks_export(working_copy):
-    for module in (working_copy / "k2eagle").glob("*.py"):
+    for module in (working_copy / "k2eagle").rglob("*.py"):
         if module.name != "__init__.py":
             module.unlink()
     nbdev("nbdev_export", working_copy)

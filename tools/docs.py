@@ -147,11 +147,13 @@ def drop_numbers(proc: Path) -> None:
 def write_source_pages(package: Path, out: Path) -> None:
     "One page per module with an anchor on every line, so that source links work offline and name this very version."
     out.mkdir()
-    for module in sorted(package.glob("[a-z]*.py")):
+    for module in sorted(package.rglob("[a-z]*.py")):
         lines = highlight(module.read_text(encoding="utf-8").rstrip(), "python").split("\n")
         body = "\n".join(f'<span class="k2-line" id="L{n}">{line}</span>' for n, line in enumerate(close_spans(lines), 1))
-        note = f"Generated from the notebook behind [{module.stem}](../{module.stem}.ipynb)."
-        head = f"---\ntitle: k2eagle/{module.name}\nsearch: false\ntoc: false\npage-layout: full\n---\n\n{note}\n\n"
+        inside = module.relative_to(package)
+        page = f"{inside.parts[0]}/{module.stem}" if len(inside.parts) > 1 else module.stem
+        note = f"Generated from the notebook behind [{module.stem}](../{page}.ipynb)."
+        head = f"---\ntitle: k2eagle/{inside.as_posix()}\nsearch: false\ntoc: false\npage-layout: full\n---\n\n{note}\n\n"
         block = f'```{{=html}}\n<div class="sourceCode k2-source-page"><pre class="sourceCode python"><code>{body}</code></pre></div>\n```\n'
         (out / f"{module.stem}.qmd").write_text(head + block, encoding="utf-8")
 
@@ -171,7 +173,7 @@ def finish(page: str, name: Path, website: dict) -> str:
     "Make links relative and maths static."
     up = "../" * (len(name.parts) - 1) or "./"
     page = re.sub(rf'href="{re.escape(website["site-url"])}/?', f'href="{up}', page)
-    page = re.sub(rf'href="{re.escape(website["repo-url"])}/blob/\w+/k2eagle/(\w+)\.py', rf'href="{up}source/\1.html', page)
+    page = re.sub(rf'href="{re.escape(website["repo-url"])}/blob/\w+/k2eagle/(?:\w+/)*(\w+)\.py', rf'href="{up}source/\1.html', page)
     page = re.sub(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?', "", page)
     page = re.sub(r"<summary>Definition: ([^<]+)</summary>", definition_anchors(set(re.findall(r'\bid="([^"]+)"', page))), page)
     return MATHS.sub(mathml, page)
