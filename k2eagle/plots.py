@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'LOOKS', 'SPARE_LOOKS', 'use_style', 'looks', 'caption', 'plot_training', 'plot_positions',
-           'plot_accept_length', 'plot_difference', 'plot_difference_map', 'save']
+           'plot_accept_length', 'plot_difference', 'plot_difference_map', 'plot_norms', 'save']
 
 # %% ../nbs/40_plots.ipynb #3f66c4df
 import io
@@ -302,6 +302,24 @@ def plot_difference_map(
     return ax
 
 # %% ../nbs/40_plots.ipynb #91d6bae0
+def plot_norms(
+    norms: pd.DataFrame,     # boundary, p5, p25, median, p75, p95, first_token: as `capture.norms` gives them
+    ax: Axes | None = None,  # where to draw; None makes a figure
+) -> Axes:                   # the axes drawn on
+    "Show the length of hidden states at each boundary."
+    _need(norms, ["boundary", "p5", "p25", "median", "p75", "p95", "first_token"])
+    ax = _axes(ax, size=(max(6.5, 0.9 * len(norms) + 2.5), 4.2))
+    boxes = [{"whislo": row.p5, "q1": row.p25, "med": row.median, "q3": row.p75, "whishi": row.p95} for row in norms.itertuples()]
+    ax.bxp(boxes, positions=range(len(norms)), showfliers=False, patch_artist=True, boxprops={"facecolor": "#bbbbbb"},
+           medianprops={"color": "#111111", "lw": 2})
+    ax.plot(range(len(norms)), norms.first_token, ls="", marker="D", color="#b2182b", label="first token, median")
+    ax.set_yscale("log")
+    ax.set_xticks(range(len(norms)), [_boundary_name(name) for name in norms.boundary])
+    ax.set(xlabel="residual stream entering a layer; last = last hidden state", ylabel="length of a state (L2)", title="How large the states are")
+    ax.legend(loc="best", fontsize=10)
+    return ax
+
+# %% ../nbs/40_plots.ipynb #d5a80b9d
 def save(
     ax_or_fig: Axes | Figure,          # the chart
     path_stem: str | Path,             # path without suffix; the folder must exist
