@@ -141,16 +141,24 @@ def _share(layer, middle: torch.Tensor, ranks: int) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 # %% ../nbs/45_faults.ipynb #bd547773
-def _parts(model, kept: dict, boundaries: tuple, ranks: tuple, real: torch.Tensor) -> dict:  # (kind, …) -> [rows, H]
-    "Flatten what was kept of one batch, and compute the shares."
-    parts = {key: value[real].float() for key, value in kept.items()}
+def _parts(model, kept: dict, boundaries: tuple, ranks: tuple, wanted: torch.Tensor) -> dict:  # (kind, …) -> [rows, H]
+    "Take the wanted rows of one batch, and compute the shares."
+    parts = {key: value[wanted] for key, value in kept.items()}
     layers = model.get_decoder().layers
     for b in boundaries:
         for count in ranks if ("middle", b) in kept else ():
-            parts["share", b, count] = _share(layers[b - 1], kept["middle", b], count)[real].bfloat16()
-    return parts
+            parts["share", b, count] = _share(layers[b - 1], parts["middle", b][None], count)[0].bfloat16()
+    return {key: value.cpu() if key[0] == "share" else value.float().cpu() for key, value in parts.items()}
 
 
+def _wanted(rows: Rows, start: int, lengths: torch.Tensor) -> torch.Tensor:  # bool [documents, longest]
+    "Which tokens of a batch are kept."
+    wanted = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.bool)
+    inside = (rows.documents >= start) & (rows.documents < start + len(lengths))
+    wanted[rows.documents[inside] - start, rows.positions[inside]] = True
+    return wanted
+
+# %% ../nbs/45_faults.ipynb #3f8281b4
 @torch.no_grad()
 def record(
     model,                            # from `capture.load_model`
@@ -158,26 +166,25 @@ def record(
     boundaries: tuple | None = None,  # which to keep; None for 1..n
     ranks: tuple = (),                # tensor-parallel sizes whose shares are computed
     together: int = 8,                # documents read together, padded to the longest
-    first: int = 0,                   # position of the first token
+    rows: Rows | None = None,         # which tokens to keep, in order; None for all
 ) -> Recording:
     "Run a target and keep everything that a capture could hold."
     decoder = model.get_decoder()
-    count = len(decoder.layers)
+    count, rows = len(decoder.layers), rows or rows_of(documents)
     boundaries = tuple(boundaries or range(1, count + 1))
     collected, kept = {}, {}
     hooks = _watch(decoder.layers, boundaries, kept)
     hooks.append(decoder.norm.register_forward_pre_hook(lambda module, given: kept.__setitem__(("state", count), given[0])))
     for start in range(0, len(documents), together):
-        batch = documents[start:start + together]
-        lengths = torch.tensor([len(tokens) for tokens in batch])
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in batch], batch_first=True)
-        places = torch.arange(tokens.shape[1])
-        decoder(input_ids=tokens.to(model.device), position_ids=(places + first)[None].to(model.device), use_cache=False)
-        for key, value in _parts(model, kept, boundaries, ranks, places < lengths[:, None]).items():
-            collected.setdefault(key, []).append(value.cpu())
+        batch = [torch.tensor(tokens) for tokens in documents[start:start + together]]
+        wanted = _wanted(rows, start, torch.tensor(list(map(len, batch)))).to(model.device)
+        tokens = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        decoder(input_ids=tokens.to(model.device), use_cache=False)
+        for key, value in _parts(model, kept, boundaries, ranks, wanted).items():
+            collected.setdefault(key, []).append(value)
     for hook in hooks:
         hook.remove()
-    return _recording(rows_of(documents), decoder.norm, count, {key: torch.cat(found) for key, found in collected.items()})
+    return _recording(rows, decoder.norm, count, {key: torch.cat(found) for key, found in collected.items()})
 
 
 def _recording(rows: Rows, norm, num_layers: int, found: dict) -> Recording:
@@ -186,7 +193,7 @@ def _recording(rows: Rows, norm, num_layers: int, found: dict) -> Recording:
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
     return Recording(rows, norm.weight.detach().float().cpu(), eps, num_layers, pick("state"), pick("middle"), pick("share"))
 
-# %% ../nbs/45_faults.ipynb #ed98391f
+# %% ../nbs/45_faults.ipynb #6a9ba4eb
 def round_weight(
     weight: torch.Tensor,  # [..., in]
     bits: int,             # 8 or 4
@@ -206,7 +213,7 @@ def round_values(
     mantissa, exponent = torch.frexp(values.float())
     return torch.ldexp(torch.round(mantissa * 2 ** bits) / 2 ** bits, exponent).to(values.dtype)
 
-# %% ../nbs/45_faults.ipynb #085c81b3
+# %% ../nbs/45_faults.ipynb #9e02b68d
 def _is_router(name: str) -> bool:
     "Does this module of a layer choose experts?"
     return name.endswith((".gate", ".router"))
@@ -231,7 +238,7 @@ def coarsen(model, bits: int):
         layer.self_attn.register_forward_hook(hook)
         layer.mlp.register_forward_hook(hook)
 
-
+# %% ../nbs/45_faults.ipynb #088206dd
 @torch.no_grad()
 def change_rope(model, base: float = 1.0, scale: float = 1.0):
     "Multiply the rope base, and divide all frequencies by a scale, in place."
@@ -240,17 +247,19 @@ def change_rope(model, base: float = 1.0, scale: float = 1.0):
     rotary.inv_freq = rotary.inv_freq * (base ** -exponents / scale).to(rotary.inv_freq)
 
 
-def jitter_router(model, amount: float, seed: int = 0):
-    "Disturb what routers read by a fraction of its size, so that near ties fall the other way."
+def jitter_router(model, share: float, seed: int = 0):
+    "Let every router choose other experts for a share of the tokens, as if they had been near ties."
     random = torch.Generator().manual_seed(seed)
     def hook(module, given):
-        noise = torch.randn(given[0].shape, generator=random).to(given[0])
-        return (given[0] + amount * given[0].float().pow(2).mean().sqrt().to(given[0]) * noise, *given[1:])
+        states = given[0]
+        chosen = torch.rand(*states.shape[:-1], 1, generator=random) < share
+        noise = torch.randn(states.shape, generator=random) * states.float().pow(2).mean().sqrt().cpu() * 0.5
+        return (states + (noise * chosen).to(states), *given[1:])
     for name, module in model.get_decoder().named_modules():
         if _is_router("." + name) and name.count(".") > 1:
             module.register_forward_pre_hook(hook)
 
-# %% ../nbs/45_faults.ipynb #bc132238
+# %% ../nbs/45_faults.ipynb #b21ebdda
 @dataclass(frozen=True)
 class Fault:
     "One way in which a capture goes wrong."
@@ -285,7 +294,7 @@ def _last(norms: int) -> Callable:
     "Apply the final norm this often."
     return lambda held: {**held, "last": held["last"]._replace(norms=norms)}
 
-# %% ../nbs/45_faults.ipynb #855f4d7d
+# %% ../nbs/45_faults.ipynb #d0ec4df9
 def _scaled(factor: float) -> Callable:
     "Multiply every state."
     return lambda states, rows: {slot: factor * value for slot, value in states.items()}
@@ -312,7 +321,7 @@ def _fp8(states: dict, rows: Rows) -> dict:
         return (value / scale).to(torch.float8_e4m3fn).float() * scale
     return {slot: rounded(value) for slot, value in states.items()}
 
-# %% ../nbs/45_faults.ipynb #fc613cf7
+# %% ../nbs/45_faults.ipynb #abfeab3b
 def _token_shift(by: int) -> Callable:
     "Give every row the states of the token `by` further on."
     return lambda states, rows: {slot: value.roll(-by, 0) for slot, value in states.items()}
@@ -338,7 +347,7 @@ def _chunk_stale(states: dict, rows: Rows) -> dict:
         source[row] = source[row - 1]
     return {slot: value[source] for slot, value in states.items()}
 
-
+# %% ../nbs/45_faults.ipynb #530211c0
 def _prefix_of_another(states: dict, rows: Rows) -> dict:
     "Give the first half of some documents the rows of the document before."
     lengths = torch.bincount(rows.documents)
@@ -356,7 +365,7 @@ def _rows_slipped(states: dict, rows: Rows) -> dict:
     source = torch.where(slips, torch.arange(len(rows)) + 16, torch.arange(len(rows)))
     return {slot: value[source] for slot, value in states.items()}
 
-# %% ../nbs/45_faults.ipynb #b21ebdda
+# %% ../nbs/45_faults.ipynb #38c1d5ba
 class Text(NamedTuple):
     "Documents that an engine really read, and the rows it reported."
     documents: list       # token ids of each, as read
@@ -388,7 +397,7 @@ def _hidden_token(documents: list) -> Text:
     rows = rows_of(read)
     return Text(read, torch.nonzero(rows.positions > 0)[:, 0])
 
-# %% ../nbs/45_faults.ipynb #d0ec4df9
+# %% ../nbs/45_faults.ipynb #627538ac
 FAULTS = (
     Fault("layer-shift +1", "layer-shift", "holds", _shifted(1)),
     Fault("layer-shift -1", "layer-shift", "holds", _shifted(-1)),
@@ -419,10 +428,10 @@ FAULTS = (
     Fault("int4 weights, groups of 32", "quantisation", "model", partial(quantise, bits=4, group=32)),
     Fault("coarse branches, 5 bits", "depth-growth", "model", partial(coarsen, bits=5)),
     Fault("coarse branches, 4 bits", "depth-growth", "model", partial(coarsen, bits=4)),
-    Fault("router off by 1 %", "routing-flips", "model", partial(jitter_router, amount=0.01), "experts"),
+    Fault("other experts for 3 %", "routing-flips", "model", partial(jitter_router, share=0.03), "experts"),
 )
 
-
+# %% ../nbs/45_faults.ipynb #41878715
 def fault(
     name: str,  # as in `FAULTS`
 ) -> Fault:
@@ -432,10 +441,31 @@ def fault(
         raise ValueError(f"no fault {name!r}; expected one of {', '.join(found)}")
     return found[name]
 
-# %% ../nbs/45_faults.ipynb #d031c034
+# %% ../nbs/45_faults.ipynb #f8cce3fe
 STAGES = ("text", "model", "holds", "values", "rows")
 
+# %% ../nbs/45_faults.ipynb #98698506
+def _reported(recording: Recording, source: torch.Tensor, rows: Rows) -> Recording:
+    "The rows of a recording that an engine reports."
+    pick = lambda found: {key: value[source] for key, value in found.items()}
+    return replace(recording, rows=rows, states=pick(recording.states), middles=pick(recording.middles),
+                   shares=pick(recording.shares))
 
+
+def _run(bench: "Bench", faults: list) -> Recording:
+    "Run a bench's target with faults of text and model."
+    model, text = load_model(bench.target, bench.dtype), _plain(bench.documents)
+    for fault in faults:
+        if fault.stage == "model":
+            fault.change(model)
+        else:
+            text = fault.change(bench.documents)
+    count = len(model.get_decoder().layers)
+    near = {b + s for b in bench.boundaries for s in range(-2, 3)} | {count}
+    kept = tuple(sorted(b for b in near if 1 <= b <= count))
+    return _reported(record(model, text.documents, kept, bench.ranks, bench.together), text.source, bench.rows)
+
+# %% ../nbs/45_faults.ipynb #86b3da3a
 class Bench:
     "Makes captures of some documents, right or with faults."
 
@@ -457,18 +487,7 @@ class Bench:
         faults = [fault for fault in faults if fault.stage in ("text", "model")]
         key = tuple(fault.name for fault in faults)
         if key not in self._recordings:
-            model = load_model(self.target, self.dtype)
-            text = _plain(self.documents)
-            for fault in faults:
-                if fault.stage == "model":
-                    fault.change(model)
-                else:
-                    text = fault.change(self.documents)
-            near = {b + s for b in self.boundaries for s in range(-2, 3)}
-            count = len(model.get_decoder().layers)
-            kept = tuple(sorted(b for b in near | {count} if 1 <= b <= count))
-            made = record(model, text.documents, kept, self.ranks, self.together)
-            self._recordings[key] = _reported(made, text.source, self.rows)
+            self._recordings[key] = _run(self, faults)
         return self._recordings[key]
 
     def capture(self, *faults: Fault) -> dict:  # slot -> [T, H]; no faults: a right capture
@@ -482,10 +501,3 @@ class Bench:
         for fault in (fault for fault in ordered if fault.stage in ("values", "rows")):
             states = fault.change(states, self.rows)
         return {slot: value.to(getattr(torch, self.dtype)) for slot, value in states.items()}
-
-
-def _reported(recording: Recording, source: torch.Tensor, rows: Rows) -> Recording:
-    "The rows of a recording that an engine reports."
-    pick = lambda found: {key: value[source] for key, value in found.items()}
-    return replace(recording, rows=rows, states=pick(recording.states), middles=pick(recording.middles),
-                   shares=pick(recording.shares))

@@ -119,7 +119,7 @@ def vllm_ready(
     return {"version": version, "captured": tuple(boundaries), "read_from": "not told by the server, taken as stated",
             "last_norm": "pre_norm", "served_model": served.get("root") or served["id"], "served_name": served["id"]}
 
-# %% ../nbs/23_servers.ipynb #76a44fd3
+# %% ../nbs/23_servers.ipynb #1859303b
 def sglang_states(url: str, document: Document, ready: dict):  # torch tensor [T, K, H]
     "Hidden states of one document from an SGLang server."
     import torch
@@ -149,7 +149,7 @@ def vllm_states(url: str, document: Document, ready: dict):  # torch tensor [T, 
         left.unlink(missing_ok=True)
     return found["token_ids"].tolist(), found["hidden_states"]
 
-
+# %% ../nbs/23_servers.ipynb #b014cc22
 def _wait_for(file: Path, patience_s: float = 60):
     "Wait until vLLM has written a file: it holds a lock meanwhile."
     lock, until = file.with_name(file.name + ".lock"), time.monotonic() + patience_s
