@@ -272,7 +272,8 @@ def _html(report: Report) -> str:
     return "".join(parts)
 
 # %% ../nbs/47_diff.ipynb #1e107d95
-AGREED = 0.15  # share of tokens beyond the floor up to which two sides agree; equal engines have 0.05
+# equal engines have 0.05; two that each round in their own way are sqrt(2) further apart than bfloat16 is from float32
+AGREED = 0.25  # share of tokens beyond the floor up to which two sides agree
 _ABOUT_THE_COMPARISON = ("floor-", "documents-", "norm-states-", "acceptance-")  # findings that explain no difference
 
 

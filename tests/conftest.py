@@ -48,3 +48,11 @@ def engine_python():
         return engines.python(engine)
 
     return find
+
+
+def pytest_collection_modifyitems(items):
+    "Many engine starts take long: the exhaustive ones run where they are asked for."
+    if not os.environ.get("K2EAGLE_EXHAUSTIVE"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="needs K2EAGLE_EXHAUSTIVE=1, and some minutes more"))

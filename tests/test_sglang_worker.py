@@ -221,6 +221,7 @@ def test_smollm2_in_bfloat16(work):
     assert outcome.event("done")["tokens"] == sum(map(len, prompts))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama", "kimi"])
 @pytest.mark.parametrize("way", [{}, {"mode": "decode"}, {"mode": "decode", "prefix_cache": True, "chunked_prefill_tokens": 16,
                                                          "batch_documents": 2}],
@@ -234,6 +235,7 @@ def test_every_way_gives_the_states_of_transformers(work, models, documents, mod
     assert cached == way.get("prefix_cache", False), "the second and third of the documents that begin alike read the cache"
 
 
+@pytest.mark.exhaustive
 def test_boundaries_that_look_like_another_spelling(work, models, documents):
     outcome = work(models["kimi"], documents[:2], boundaries=[1, 4, 6])
     assert outcome.event("ready")["captured"] == [1, 4, 6]
@@ -245,6 +247,7 @@ def test_wrapped_kimi_is_the_same_model(work, models, documents):
     assert errors(outcome, reference(models["kimi"], documents, BOUNDARIES)).max() < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_answers(work, models, documents):
     outcome = work(models["llama"], documents, task="answer", max_new_tokens=12)
     network = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32).eval()
@@ -315,12 +318,14 @@ def test_too_long_a_document_is_refused_before_the_start(work, models, documents
     assert [event["event"] for event in outcome.events] == ["starting", "failed"]
 
 
+@pytest.mark.exhaustive
 def test_what_the_engine_refuses_is_told(work, models, documents):
     outcome = work(models["llama"], documents, engine_args={"context_length": 100_000})
     assert outcome.status == 1
     assert "context_length" in outcome.message and "100000" in outcome.message
 
 
+@pytest.mark.exhaustive
 def test_a_missing_checkpoint_is_told(work, models, documents, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text((models["llama"] / "config.json").read_text())
@@ -329,6 +334,7 @@ def test_a_missing_checkpoint_is_told(work, models, documents, tmp_path):
     assert "Cannot find any model weights" in outcome.message
 
 
+@pytest.mark.exhaustive
 def test_a_document_that_cannot_be_written_ends_the_work(work, models, documents, tmp_path):
     (tmp_path / "exchange" / "000012.safetensors.tmp").mkdir(parents=True)  # in the way
     outcome = work(models["llama"], documents, mode="decode", batch_documents=1)
@@ -369,6 +375,7 @@ def descendants(process: int) -> list:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_request_that_is_computed_once_more_is_not_a_decode(work, models, documents, monkeypatch):
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # SGLang's own switch: sets requests aside, and prefills their answers later
     outcome = work(models["llama"], documents, mode="decode")

@@ -115,6 +115,7 @@ def smol(interpreter, tmp_path_factory):
     return rows, reference(targets.default_target(), rows, JOB["boundaries"])
 
 
+@pytest.mark.exhaustive
 def test_prefill_in_chunks(interpreter, smol, tmp_path):
     rows, expected = smol
     events = run(interpreter, tmp_path, rows, targets.default_target(), chunked_prefill_tokens=96)
@@ -166,6 +167,7 @@ def test_wrapper_and_a_file_that_cannot_be_written(interpreter, kimi, wrapped, t
     assert (gap.median(0).values < torch.tensor([0.02, 0.04, 0.06, 0.15])).all()
 
 
+@pytest.mark.exhaustive
 def test_answers(interpreter, tmp_path):
     from transformers import AutoModelForCausalLM
 
