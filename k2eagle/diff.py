@@ -272,8 +272,7 @@ def _html(report: Report) -> str:
     return "".join(parts)
 
 # %% ../nbs/47_diff.ipynb #1e107d95
-# equal engines have 0.05; two that each round in their own way are sqrt(2) further apart than bfloat16 is from float32
-AGREED = 0.25  # share of tokens beyond the floor up to which two sides agree
+AGREED = 0.15  # share of tokens beyond the floor up to which two sides agree; equal engines have 0.05
 _ABOUT_THE_COMPARISON = ("floor-", "documents-", "norm-states-", "acceptance-")  # findings that explain no difference
 
 
@@ -351,6 +350,19 @@ def _reference(target, ask: bool | None, evidence) -> Reference | None:
     return None
 
 
+def _most_tokens(a, b) -> int:
+    "How many tokens the diagnosis looks at: what it holds of them must stay small beside a mapped file."
+    row_bytes = sum((len(m.boundaries) + 1) * m.hidden_size * (4 if m.dtype == "float32" else 2) for m in (a.manifest, b.manifest))
+    return min(2048, max(512, 100_000_000 // row_bytes))
+
+
+def _causes(a, b, alignment: Alignment, given: Floor | None, target, head, ask: bool | None, max_tokens: int) -> tuple:
+    "Findings of the diagnosis, and the target's own floor where it was run."
+    evidence = gather(a, b, alignment, max_tokens, head)
+    reference = _reference(target, ask, evidence)
+    return diagnose(evidence, given, reference), reference and _own_floor(reference, len(evidence.rows))
+
+
 def _merged(*groups) -> Findings:
     "Findings, each code and subject once."
     kept = {}
@@ -367,7 +379,7 @@ def compare(
     drafter=None,               # a `Drafter` or its checkpoint: what does the difference cost it?
     width: int | None = None,   # positions a group; None groups by powers of two
     num_draft: int = 3,         # K, draft tokens a step
-    max_tokens: int = 2048,     # that the diagnosis looks at
+    max_tokens: int | None = None,  # that the diagnosis looks at; None: 2048, fewer where they would take over 100 MB
     head_tokens: int = 1024,    # that the head reads
     ask: bool | None = None,    # run the target for the diagnosis? None: where its weights are below 2 GiB
     any_weights: bool = False,  # compare although the weights differ?
@@ -379,10 +391,8 @@ def compare(
     target = None if target is None else _check_target(target, a, b)
     head = None if target is None else targets.head(target)
     given = None if noise is None else _known_floor(noise, head)
-    evidence = gather(a, b, alignment, max_tokens, head)
-    reference = _reference(target, ask, evidence)
-    causes = diagnose(evidence, given, reference)
-    known = given or (_own_floor(reference, len(evidence.rows)) if reference else _guessed_floor(a, b, alignment.boundaries))
+    causes, own = _causes(a, b, alignment, given, target, head, ask, max_tokens or _most_tokens(a, b))
+    known = given or own or _guessed_floor(a, b, alignment.boundaries)
     measured = measure(a, b, alignment, known, head, width)
     said = next_tokens(a, b, alignment, head, head_tokens) if head is not None and "last" in set(measured.boundaries.boundary) else None
     cost, cost_findings = _cost(drafter, target, a, b, alignment, num_draft, seed)
