@@ -272,7 +272,8 @@ def _html(report: Report) -> str:
     return "".join(parts)
 
 # %% ../nbs/47_diff.ipynb #1e107d95
-AGREED = 0.15  # share of tokens beyond the floor up to which two sides agree; equal engines have 0.05
+# equal engines have 0.05; two that each round in their own way are sqrt(2) further apart than bfloat16 is from float32
+AGREED = 0.25  # share of tokens beyond the floor up to which two sides agree
 _ABOUT_THE_COMPARISON = ("floor-", "documents-", "norm-states-", "acceptance-")  # findings that explain no difference
 
 
@@ -353,7 +354,7 @@ def _reference(target, ask: bool | None, evidence) -> Reference | None:
 def _most_tokens(a, b) -> int:
     "How many tokens the diagnosis looks at: what it holds of them must stay small beside a mapped file."
     row_bytes = sum((len(m.boundaries) + 1) * m.hidden_size * (4 if m.dtype == "float32" else 2) for m in (a.manifest, b.manifest))
-    return min(2048, max(512, 100_000_000 // row_bytes))
+    return min(2048, max(512, 64_000_000 // row_bytes))
 
 
 def _causes(a, b, alignment: Alignment, given: Floor | None, target, head, ask: bool | None, max_tokens: int) -> tuple:
@@ -379,7 +380,7 @@ def compare(
     drafter=None,               # a `Drafter` or its checkpoint: what does the difference cost it?
     width: int | None = None,   # positions a group; None groups by powers of two
     num_draft: int = 3,         # K, draft tokens a step
-    max_tokens: int | None = None,  # that the diagnosis looks at; None: 2048, fewer where they would take over 100 MB
+    max_tokens: int | None = None,  # that the diagnosis looks at; None: 2048, fewer where they would take over 64 MB
     head_tokens: int = 1024,    # that the head reads
     ask: bool | None = None,    # run the target for the diagnosis? None: where its weights are below 2 GiB
     any_weights: bool = False,  # compare although the weights differ?
