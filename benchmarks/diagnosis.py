@@ -168,7 +168,7 @@ def main(out: Path, names: list):
             if number >= done[name]:
                 rows.append(run())
                 print(f"{name}: {words}: {rows[-1]['found']}" + ("" if rows[-1]["hit"] else "   WRONG"), flush=True)
-                if number % 20 == 19:
+                if number % 10 == 9:
                     write_atomic(path, pd.DataFrame(rows).to_csv(index=False))
         write_atomic(path, pd.DataFrame(rows).to_csv(index=False))
     frame = pd.read_csv(path, keep_default_na=False)
