@@ -764,7 +764,7 @@ def run_kind(run: Run, side: Side, signatures: tuple, reference: Reference | Non
     if (side.predicted(slot)[0][run.rows].norm(dim=1) < 1e-3 * size.median()).float().mean() > 0.9:
         return "chunk-missing", "are zero on the other side"
     step = (states[run.rows[1:]] - states[run.rows[:-1]]).norm(dim=1)
-    if (step < 1e-3 * size[run.rows[1:]]).float().mean() > 0.9:
+    if (step < 1e-3 * size[run.rows[1:]]).float().mean() > 0.75:
         return "chunk-missing", "all hold one and the same state"
     if origin := _origin(run, side.rows, *signatures):
         document, offset, share = origin
