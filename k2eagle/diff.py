@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from . import accept, checkpoint, plots, targets
+from . import accept, checkpoint, targets
 from .align import Alignment, align
 from .diagnose import Reference, diagnose, gather, refer
 from .files import write_atomic, write_json
@@ -215,12 +215,12 @@ class Report:
 
     def plot(self, ax=None):  # ax: matplotlib Axes; None makes a figure
         "Draw the difference by layer and position, in units of the floor."
-        return plots.caption(plots.plot_difference_map(self.frame, ax), _caption(self), width=90)
+        return _drawn(self, "plot_difference_map", self.frame, ax)
 
     def plot_boundaries(self, ax=None):  # ax: matplotlib Axes; None makes a figure
         "Draw the difference at each boundary, with the floor."
         label = "noise floor" if self.floor.measured else "estimated floor"
-        return plots.caption(plots.plot_difference(self.boundaries, ax, label), _caption(self), width=90)
+        return _drawn(self, "plot_difference", self.boundaries, ax, label)
 
     def save(self, folder: str | Path) -> Path:  # folder: made if absent
         "Write all tables as CSV, and report.json."
@@ -246,6 +246,12 @@ def _caption(report: Report) -> str:
     sources = " and ".join(dict.fromkeys(report.floor.frame.source))
     return (f"a: {report.alignment.labels[0]}, b: {report.alignment.labels[1]}; n = {report.alignment.tokens:,} tokens of "
             f"{len(report.alignment.pairs):,} documents; floor: {sources}")
+
+
+def _drawn(report: Report, function: str, *arguments):
+    "Draw one of the charts, with its caption."
+    from k2eagle import plots  # here, because a comparison without charts can do without matplotlib's memory
+    return plots.caption(getattr(plots, function)(*arguments), _caption(report), width=90)
 
 
 def _save(report: Report, folder: Path) -> Path:
@@ -354,7 +360,7 @@ def _reference(target, ask: bool | None, evidence) -> Reference | None:
 def _most_tokens(a, b) -> int:
     "How many tokens the diagnosis looks at: what it holds of them must stay small beside a mapped file."
     row_bytes = sum((len(m.boundaries) + 1) * m.hidden_size * (4 if m.dtype == "float32" else 2) for m in (a.manifest, b.manifest))
-    return min(2048, max(512, 64_000_000 // row_bytes))
+    return min(2048, max(384, 40_000_000 // row_bytes))
 
 
 def _causes(a, b, alignment: Alignment, given: Floor | None, target, head, ask: bool | None, max_tokens: int) -> tuple:
@@ -380,7 +386,7 @@ def compare(
     drafter=None,               # a `Drafter` or its checkpoint: what does the difference cost it?
     width: int | None = None,   # positions a group; None groups by powers of two
     num_draft: int = 3,         # K, draft tokens a step
-    max_tokens: int | None = None,  # that the diagnosis looks at; None: 2048, fewer where they would take over 64 MB
+    max_tokens: int | None = None,  # that the diagnosis looks at; None: 2048, fewer for very wide states
     head_tokens: int = 1024,    # that the head reads
     ask: bool | None = None,    # run the target for the diagnosis? None: where its weights are below 2 GiB
     any_weights: bool = False,  # compare although the weights differ?
