@@ -232,7 +232,7 @@ class Report:
     def _repr_html_(self):
         return _html(self)
 
-# %% ../nbs/47_diff.ipynb #22b31f1a
+# %% ../nbs/47_diff.ipynb #6c8bb879
 def _report_tables(report: Report) -> dict:
     "The tables of a report, by name."
     found = {"boundaries": report.boundaries, "positions": report.frame, "documents": report.documents, "channels": report.channels,
@@ -266,7 +266,7 @@ def _save(report: Report, folder: Path) -> Path:
     write_json(folder / "report.json", json.loads(pd.Series(summary).to_json()))  # NaN becomes null
     return folder
 
-
+# %% ../nbs/47_diff.ipynb #cf22b283
 def _html(report: Report) -> str:
     "A report as a notebook shows it."
     table = report.boundaries.drop(columns=["tokens", "max_abs"])

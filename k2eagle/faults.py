@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.func import functional_call
 
+from . import targets
 from .capture import load_model
-from .store import Document, Store, create, open_store
 
 # %% ../nbs/45_faults.ipynb #a0579362
 @dataclass(frozen=True, eq=False)
@@ -452,7 +452,7 @@ def _reported(recording: Recording, source: torch.Tensor, rows: Rows) -> Recordi
                    shares=pick(recording.shares))
 
 
-def _run(bench: "Bench", faults: list) -> Recording:
+def _run(bench: "Bench", faults: list, ranks: tuple) -> Recording:
     "Run a bench's target with faults of text and model."
     model, text = load_model(bench.target, bench.dtype), _plain(bench.documents)
     for fault in faults:
@@ -463,7 +463,7 @@ def _run(bench: "Bench", faults: list) -> Recording:
     count = len(model.get_decoder().layers)
     near = {b + s for b in bench.boundaries for s in range(-2, 3)} | {count}
     kept = tuple(sorted(b for b in near if 1 <= b <= count))
-    return _reported(record(model, text.documents, kept, bench.ranks, bench.together), text.source, bench.rows)
+    return _reported(record(model, text.documents, kept, ranks, bench.together), text.source, bench.rows)
 
 # %% ../nbs/45_faults.ipynb #86b3da3a
 class Bench:
@@ -482,21 +482,21 @@ class Bench:
         self.dtype, self.together, self.ranks = dtype, together, ranks
         self.rows, self._recordings = rows_of(documents), {}
 
-    def recording(self, *faults: Fault) -> Recording:  # faults of text and model alone; others are passed over
-        "Run the target, or remember."
+    def recording(self, *faults: Fault, shares: bool = True) -> Recording:  # faults of other stages are passed over; shares: of ranks too?
+        "Run the target with faults of text and model, or remember."
         faults = [fault for fault in faults if fault.stage in ("text", "model")]
-        key = tuple(fault.name for fault in faults)
-        if key not in self._recordings:
-            self._recordings[key] = _run(self, faults)
+        key, ranks = tuple(fault.name for fault in faults), self.ranks if shares else ()
+        if key not in self._recordings or (ranks and not self._recordings[key].shares):
+            self._recordings[key] = _run(self, faults, ranks)
         return self._recordings[key]
 
     def capture(self, *faults: Fault) -> dict:  # slot -> [T, H]; no faults: a right capture
         "Make a capture with these faults, each at its stage."
-        recording = self.recording(*faults)
-        held = slots(self.boundaries, recording.num_layers)
+        held = slots(self.boundaries, targets.facts(self.target).num_layers)
         ordered = sorted(faults, key=lambda fault: STAGES.index(fault.stage))
         for fault in (fault for fault in ordered if fault.stage == "holds"):
             held = fault.change(held)
+        recording = self.recording(*faults, shares=any(value.ranks > 1 for value in held.values()))
         states = {slot: recording.read(value) for slot, value in held.items()}
         for fault in (fault for fault in ordered if fault.stage in ("values", "rows")):
             states = fault.change(states, self.rows)
