@@ -110,9 +110,8 @@ def paired_interval(
     "Interval of the difference of accept lengths, 95 %, resampling documents with both their sides."
     if len(a) < 2:
         return (float("nan"), float("nan"))
-    draws = np.random.default_rng(seed).integers(len(a), size=(2000, len(a)))
-    lengths = [side.accepted.to_numpy()[draws].sum(1) / np.maximum(side.drafts.to_numpy()[draws].sum(1), 1) for side in (a, b)]
-    return tuple(map(float, np.quantile(lengths[1] - lengths[0], (0.025, 0.975))))
+    one, other = (accept.resampled_ratios(side.accepted.to_numpy(), side.drafts.to_numpy(), seed) for side in (a, b))
+    return tuple(map(float, np.nanquantile(other - one, (0.025, 0.975))))
 
 # %% ../nbs/47_diff.ipynb #6a0d807e
 def acceptance_difference(
@@ -232,7 +231,7 @@ class Report:
     def _repr_html_(self):
         return _html(self)
 
-# %% ../nbs/47_diff.ipynb #6c8bb879
+# %% ../nbs/47_diff.ipynb #22b31f1a
 def _report_tables(report: Report) -> dict:
     "The tables of a report, by name."
     found = {"boundaries": report.boundaries, "positions": report.frame, "documents": report.documents, "channels": report.channels,
@@ -266,7 +265,7 @@ def _save(report: Report, folder: Path) -> Path:
     write_json(folder / "report.json", json.loads(pd.Series(summary).to_json()))  # NaN becomes null
     return folder
 
-# %% ../nbs/47_diff.ipynb #cf22b283
+# %% ../nbs/47_diff.ipynb #1e107d95
 def _html(report: Report) -> str:
     "A report as a notebook shows it."
     table = report.boundaries.drop(columns=["tokens", "max_abs"])
@@ -277,7 +276,7 @@ def _html(report: Report) -> str:
         parts.append(f"<p>{html.escape(str(report.acceptance))}</p>")
     return "".join(parts)
 
-# %% ../nbs/47_diff.ipynb #1e107d95
+# %% ../nbs/47_diff.ipynb #14d9f9ea
 # equal engines have 0.05; two that each round in their own way are sqrt(2) further apart than bfloat16 is from float32
 AGREED = 0.25  # share of tokens beyond the floor up to which two sides agree
 _ABOUT_THE_COMPARISON = ("floor-", "documents-", "norm-states-", "acceptance-")  # findings that explain no difference
@@ -295,7 +294,7 @@ def _extent(boundaries: pd.DataFrame, measured: bool) -> tuple:  # (words, do th
     words = f"{worst.beyond:.0%} of the tokens differ by more than the {kind} at {where}"
     return words + f", the median one by {worst.rel_l2:.2g} of its norm, {worst.rel_l2 / worst.floor:.1f} times the floor", False
 
-# %% ../nbs/47_diff.ipynb #6c372a89
+# %% ../nbs/47_diff.ipynb #e7e3dcd7
 def _opening(names: tuple, boundaries: pd.DataFrame, findings: list, measured: bool) -> str:
     "Whether two sides agree."
     both, errors = f"{names[0]} and {names[1]}", [f for f in findings if f.severity == "error"]
@@ -320,7 +319,7 @@ def _verdict(opening: str, alignment: Alignment, said, cost) -> str:
                      f"{cost.difference:+.2f} [{cost.low:+.2f}, {cost.high:+.2f}] tokens per step")
     return "; ".join(parts) + f" (n = {alignment.tokens:,} tokens of {len(alignment.pairs):,} documents)."
 
-# %% ../nbs/47_diff.ipynb #ed8cf41b
+# %% ../nbs/47_diff.ipynb #8dc127fd
 def _check_target(target, a, b) -> Path:
     "The target's folder, if one of the stores was captured from it."
     facts, manifests = targets.facts(target), (a.manifest, b.manifest)
@@ -344,7 +343,7 @@ def _cost(drafter, target, a, b, alignment: Alignment, num_draft: int, seed: int
     except ValueError as error:
         return None, [Finding("acceptance-unknown", "warning", "drafter", f"acceptance was not simulated: {error}")]
 
-# %% ../nbs/47_diff.ipynb #8dc127fd
+# %% ../nbs/47_diff.ipynb #820b4ed3
 ASK_BYTES = 2 << 30  # weights up to which the target is run without being told to
 
 
@@ -377,7 +376,7 @@ def _merged(*groups) -> Findings:
         kept.setdefault((finding.code, finding.subject), finding)
     return Findings(kept.values())
 
-# %% ../nbs/47_diff.ipynb #d133473e
+# %% ../nbs/47_diff.ipynb #12b2b44e
 def compare(
     a,                          # a `Store`, or the path of one
     b,                          # another, of the same conversations

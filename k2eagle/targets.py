@@ -475,7 +475,8 @@ def _mini_config(num_layers, hidden_size):
 def _wrapped(config):
     "Put a text model's config inside Kimi-K2.5's wrapper."
     text = {**config, "model_type": "kimi_k2"}
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "vt_hidden_size": 64, "text_hidden_size": config["hidden_size"]}  # SGLang 0.5.23 has no fitting defaults for these
     return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
             "torch_dtype": "bfloat16", "text_config": text,
             "vision_config": {"model_type": "kimi_k25_vision", **vision},
@@ -567,6 +568,6 @@ def mini_kimi(
         raise ValueError(f"{num_layers} layers of width {hidden_size}; expected at least 7 layers and a "
                          f"multiple of 64: change num_layers or hidden_size")
     _check_free(Path(out))
-    recipe = {"kind": "mini_kimi", "wrapper": wrapper, "seed": seed, "layout": 1,
+    recipe = {"kind": "mini_kimi", "wrapper": wrapper, "seed": seed, "layout": 2,
               "config": _mini_config(num_layers, hidden_size)}
     return _build_once(out, recipe, lambda folder: _make_mini(folder, recipe))
