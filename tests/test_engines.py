@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 import torch
 
-from k2eagle import capture, engines, jobs, servers, targets, text
+from k2eagle import capture, engines, jobs, measure, servers, targets, text
 from k2eagle.store import open_store
 
 QUICK = {"OMP_WAIT_POLICY": "PASSIVE", "K2EAGLE_HEADLESS": "1"}
@@ -37,6 +37,13 @@ def difference(store, other, boundary: int, of: int | None = None) -> float:
     return float(torch.cat(rows).median())
 
 
+def last_difference(store, other) -> float:
+    "Median relative L2 of the last hidden state behind the final norm, first tokens left out."
+    head = targets.head("default")
+    sides = [[measure.post_norm(d.last[1:].float(), s.manifest.last_norm, head) for d in s] for s in (store, other)]
+    return float(torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in zip(*sides, strict=True)]).median())
+
+
 @BOTH
 def test_environment_is_healthy(engine, engine_python):
     assert engine_python(engine).is_file()
@@ -57,6 +64,7 @@ def test_states_are_those_of_the_target(engine, mode, engine_python, reference, 
     assert [d.tokens.tolist() for d in store] == [sample.tokens for sample in samples]
     for boundary in (2, 15, 27):
         assert difference(store, reference, boundary) < 0.03
+    assert 0 < last_difference(store, reference) < 0.03
     for boundary in (2, 15):
         own, *others = (difference(store, reference, boundary, boundary + shift) for shift in (0, -1, 1))
         assert own < min(others), (boundary, own, others)
@@ -84,7 +92,7 @@ def engine_processes(folder) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ["vllm"])
-def test_killed_capture_leaves_no_engine_behind_and_goes_on(engine, engine_python, reference, tmp_path):
+def test_killed_capture_leaves_no_engine_behind_and_goes_on(engine, engine_python, reference, tmp_path, monkeypatch):
     engine_python(engine)
     source, store = reference.path, tmp_path / "store"
     code = (f"from k2eagle import capture; from k2eagle.store import open_store\n"
@@ -103,9 +111,11 @@ def test_killed_capture_leaves_no_engine_behind_and_goes_on(engine, engine_pytho
         assert time.monotonic() < until, f"still running: {engine_processes(store)}"
         time.sleep(0.2)
     samples = capture.conversations_of(reference)
-    options = {"batch_documents": 1, "mode": "decode"}
+    options, spell_out, asked = {"batch_documents": 1, "mode": "decode"}, jobs.job, []
+    monkeypatch.setattr(jobs, "job", lambda task, model, documents, *rest: asked.append(len(documents)) or spell_out(task, model, documents, *rest))
     resumed = capture.capture("default", samples, store, engine, engine_options=options)
     assert len(resumed) == len(samples) and not resumed.verify()
+    assert len(asked) == 1 and asked[0] < len(samples), f"asked for {asked} documents: those that were finished were computed again"
     assert difference(resumed, reference, 27) < 0.03
     with pytest.raises(ValueError, match="captured otherwise: mode"):
         capture.capture("default", samples, store, engine, engine_options={"batch_documents": 1})

@@ -113,9 +113,6 @@ def few_tokens(source: Path, folder: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     language = config.get("text_config", config)
     language |= {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    vision = config.get("vision_config")
-    if vision:  # SGLang's own names for the vision tower's sizes; text needs no weights of it
-        vision |= {"vt_hidden_size": vision["hidden_size"], "text_hidden_size": language["hidden_size"]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
