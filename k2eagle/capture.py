@@ -239,14 +239,14 @@ def _check_samples(samples: list, facts: targets.TargetFacts):
                              f"{facts.max_position_embeddings}")
 
 # %% ../nbs/24_capture.ipynb #67b45728
-def _manifest_facts(facts: targets.TargetFacts, samples: list, answers: dict | None, seen: dict) -> dict:
-    "What the manifest must say about who made the states (`seen`), and of which conversations."
+def _manifest_facts(facts: targets.TargetFacts, samples: list, answers: dict | None) -> dict:
+    "What the manifest must say about the target and the conversations, whoever makes the states."
     answers = {**(answers or {}), "conversations": _digest([[sample.tokens, sample.loss_mask] for sample in samples])}
     tokenizer = facts.tokenizer_fingerprint  # a target made for tests may have none
     template = text.template_fingerprint(text.load_tokenizer(facts.path)) if tokenizer else "unknown"
     return dict(model=portable(facts.path), arch=facts.arch, weight_fingerprint=facts.weight_fingerprint,
                 quantization=facts.quantization, num_layers=facts.num_layers, tokenizer_fingerprint=tokenizer or "unknown",
-                template_fingerprint=template, answers=answers, **seen)
+                template_fingerprint=template, answers=answers)
 
 
 def _seen_in_transformers(batch_tokens: int) -> dict:
@@ -282,7 +282,7 @@ def capture(
     _check_samples(samples, facts)
     shape = [len(s.tokens) for s in samples], boundaries, facts.hidden_size, [s.id for s in samples], dtype
     if engine == "hf":
-        manifest = _manifest_facts(facts, samples, answers, _seen_in_transformers(batch_tokens))
+        manifest = {**_manifest_facts(facts, samples, answers), **_seen_in_transformers(batch_tokens)}
         with create(out, manifest, *shape) as writer:
             if writer.next_document < len(samples):
                 _fill(writer, load_model(facts.path, dtype, device), samples, boundaries, batch_tokens)
@@ -413,11 +413,12 @@ def _capture_in_engine(engine: str, facts, samples: list, out, shape: tuple, ans
     if done == len(samples):
         return
     documents = [_document(index, sample) for index, sample in enumerate(samples)][done:]
+    told = _manifest_facts(facts, samples, answers)  # takes seconds: documents finished meanwhile would be lost with a kill
     with _source(engine, facts, documents, out, boundaries, dtype, options, patience_s, url) as source:
         ready = source.wait()
         jobs.check_captured(engine, ready, boundaries, facts.num_layers)
         seen = _seen_in_engine(engine, options, ready)
-        with create(out, _manifest_facts(facts, samples, answers, seen), *shape) as writer:
+        with create(out, {**told, **seen}, *shape) as writer:
             _receive(writer, source, samples, len(boundaries), seen["last_norm"] != "absent")
 
 # %% ../nbs/24_capture.ipynb #78c47375
