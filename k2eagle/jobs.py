@@ -181,13 +181,13 @@ def listen(
 
 def _refuse_end(process, running: bool, heard: float, patience_s: float, log: Path):
     "Raise when the worker is gone, or has been silent for too long."
-    if not running:
-        raise EngineError(f"the engine's process ended with status {process.returncode} before its work was done; what was "
-                          f"finished is kept. The end of {portable(log)}:\n{_tail(log)}")
-    if time.monotonic() - heard > patience_s:
-        raise EngineError(f"the engine has neither logged nor delivered anything for {patience_s:.0f} s, and counts as hung; "
-                          f"what was finished is kept. Raise patience_s if it only needs longer. "
-                          f"The end of {portable(log)}:\n{_tail(log)}")
+    if running and time.monotonic() - heard <= patience_s:
+        return
+    seen = (f"has neither logged nor delivered anything for {patience_s:.0f} s, and counts as hung; raise patience_s if it only needs "
+            "longer" if running else f"ended with status {process.returncode} before its work was done")
+    full = shutil.disk_usage(log.parent).free < 2**20  # then it could not even write down why
+    raise EngineError(f"the engine's process {seen}; {'the disk is full: free some room, then run the same again; ' if full else ''}"
+                      f"what was finished is kept. The end of {portable(log)}:\n{_tail(log)}")
 
 # %% ../nbs/22_jobs.ipynb #99cbcbf8
 def check_captured(
