@@ -593,6 +593,7 @@ class _File:
     def __init__(self, file: Path, documents: int):
         self.file, self.documents = file, documents
         self.handle = self.ids = self.offsets = None
+        self.touched = 0  # bytes read since it was opened
 
     def opens(self) -> bool:
         "Is the file there, and of the right size and form?"
@@ -605,9 +606,12 @@ class _File:
 
     def close(self):
         "Drop the map; ids and offsets stay, they are small."
-        self.handle = None
+        self.handle, self.touched = None, 0
 
 # %% ../nbs/20_store.ipynb #be670261
+_MAPPED_BYTES = 64 << 20  # read from one map at most
+
+
 class _ShardFile(_File):
     "Reads documents from one shard."
 
@@ -627,6 +631,9 @@ class _ShardFile(_File):
         document = Document(*(self.handle.get_slice(name)[start:stop] for name in _PARTS), self.ids[index])
         if check:
             _check_sum(document, int(self.handle.get_slice("crc32")[index]), self.file)
+        self.touched += sum(part.nbytes for part in document[:4])
+        if self.touched > _MAPPED_BYTES:  # pages of a map count as memory of ours until it is dropped
+            self.close()
         return document
 
     def inspect(self) -> list:
