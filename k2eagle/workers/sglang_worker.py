@@ -8,8 +8,8 @@ __all__ = ['JOB_FORMAT', 'Document', 'read_job', 'new_tokens', 'sent_tokens', 'c
            'document_index', 'write_document', 'Writer', 'computed', 'Step', 'read_step', 'Recorder', 'completed',
            'rows_for', 'finish', 'forced', 'facts_of', 'backend_name', 'append_last', 'wrap_logits', 'wrap_runner',
            'KeepErrors', 'capturing_scheduler', 'has_latent_cache', 'attention_arguments', 'cache_slots',
-           'engine_arguments', 'prepare_cpu', 'sampling', 'in_messages', 'check_reply', 'generate', 'start',
-           'ready_fields', 'Watch', 'last_words', 'epitaph', 'Work', 'do', 'describe', 'main']
+           'engine_arguments', 'core_groups', 'prepare_cpu', 'sampling', 'in_messages', 'check_reply', 'generate',
+           'start', 'ready_fields', 'Watch', 'last_words', 'epitaph', 'Work', 'do', 'describe', 'main']
 
 # %% ../../nbs/workers/sglang_worker.ipynb #8e01252b
 import asyncio
@@ -545,11 +545,22 @@ def engine_arguments(
 _CPU = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
+def core_groups(
+    cores: list,
+    ranks: int,  # processes that share the model
+) -> str:        # in SGLang's spelling
+    "Give each rank a part of the cores; all of them where there are too few."
+    share = lambda rank: cores[rank * len(cores) // ranks:(rank + 1) * len(cores) // ranks] or cores
+    return "|".join(",".join(map(str, share(rank))) for rank in range(ranks))
+
+
 def prepare_cpu(
-    folder,  # with sgl_kernel.py and sitecustomize.py
+    folder,          # with sgl_kernel.py and sitecustomize.py
+    ranks: int = 1,  # processes that share the model
 ):
-    "Set up this process and its children for SGLang on a CPU."
-    os.environ.update({name: os.environ.get(name, value) for name, value in _CPU.items()})
+    "Set up this process and its children for SGLang on a CPU; what the user has set stays."
+    settings = {"SGLANG_CPU_OMP_THREADS_BIND": core_groups(sorted(os.sched_getaffinity(0)), ranks)} if ranks > 1 else {}
+    os.environ.update({name: os.environ.get(name, value) for name, value in (_CPU | settings).items()})
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(folder) in paths or importlib.util.find_spec("sgl_kernel") is not None:
         return
@@ -743,7 +754,7 @@ def do(
     "Do a job; raise with the reason if it cannot be done."
     check_job(job, documents)
     if job["device"] == "cpu":
-        prepare_cpu(Path(__file__).resolve().parent/"sglang_cpu")
+        prepare_cpu(Path(__file__).resolve().parent/"sglang_cpu", job["tp_size"])
     watch, work = Watch(job, documents, events), Work(job_path, job, documents, events)
     work.start()
     watch.follow(work)
