@@ -14,8 +14,9 @@ setup:  ## make .venv from the pinned lock (again only when the lock or pyprojec
 run: setup  ## the whole pipeline on the default target; results in outputs/pipeline/
 	python -m k2eagle.runs pipeline
 
+# two files at a time: an engine's test is mostly its start, on one core
 test: setup  ## export and clean are no-ops, README in sync, notebook tests, site, package
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 lab: setup  ## JupyterLab on the k2eagle workspace: the index and the run notebooks (ARGS="--no-browser" passes options)
 	python tools/lab.py $(ARGS)
