@@ -5,8 +5,10 @@
 
 `capture` fills OUT/<target>/<case>/ with stores, for the default target and a tiny random Kimi-K2; cases that cannot run are
 written to OUT/failed.csv with the engine's own words. int4 cases load the target's feed-forward blocks, or its experts, as packed
-integers (`hf-int4` the numbers they stand for); tp cases share it between two GPUs, or two processes of a CPU. `compare` writes differences.csv and provenance.json into the first folder:
-a row a pair of stores, with the relative L2 of the median token at each boundary, beside the noise floor of the reference.
+integers (`hf-int4` the numbers they stand for); tp cases share it between two GPUs, or two processes of a CPU.
+
+`compare` writes differences.csv and provenance.json into the first folder: a row a pair of stores, with the relative L2 of the
+median token at each boundary, beside the noise floor of the reference.
 """
 import argparse
 import itertools
