@@ -1338,7 +1338,8 @@ def diagnose(
         keep[wrong] = False
     comparable = [side for side, number in sides if side.explained and not (side.basis and side.basis.turn is None)]
     if len(comparable) == len(sides) and keep.sum() >= 64 and not texts:
-        found += _noise(evidence, tuple(comparable), keep, _levels(floor, reference, evidence), reference, bool(floor or reference))
+        left = _noise(evidence, tuple(comparable), keep, _levels(floor, reference, evidence), reference, bool(floor or reference))
+        found += [replace(one, message=f"with that put right, {one.message}") if found and one.code == "agreement" else one for one in left]
     return Findings([*texts, *found, *_untested(evidence, reference)])
 
 
