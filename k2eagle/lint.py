@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['ABILITIES', 'SGLANG_NAMES', 'VLLM_NAMES', 'CHECKS', 'Entry', 'read_header', 'read_values', 'write_tensors',
-           'canonical', 'Layout', 'read_layout', 'Ability', 'Engine', 'engine_of', 'Case', 'check_architecture',
-           'expected', 'check_fields', 'check_names', 'check_prefix', 'check_shapes', 'aux_count', 'check_fc', 'meant',
-           'check_layers', 'check_first_id', 'check_aux_count', 'looks_absolute', 'check_map_there', 'check_map',
-           'check_head', 'check_sizes', 'check_positions', 'rope_of', 'check_rope', 'check_flags', 'check_biases',
-           'check_depth', 'check_quantised', 'check_dtype', 'check_algorithm', 'check_backend', 'check_speculation',
-           'lint', 'verdict', 'Mending', 'both_ids', 'write_checked', 'fix', 'main']
+           'canonical', 'flattened', 'Layout', 'read_layout', 'Ability', 'Engine', 'engine_of', 'Case',
+           'check_architecture', 'expected', 'check_fields', 'check_names', 'check_prefix', 'check_shapes', 'aux_count',
+           'check_fc', 'meant', 'check_layers', 'check_first_id', 'check_aux_count', 'looks_absolute',
+           'check_map_there', 'check_map', 'check_head', 'check_sizes', 'check_positions', 'rope_of', 'check_rope',
+           'check_flags', 'check_biases', 'check_depth', 'check_quantised', 'check_dtype', 'check_algorithm',
+           'check_backend', 'check_speculation', 'lint', 'verdict', 'Mending', 'both_ids', 'write_checked', 'fix',
+           'main']
 
 # %% ../nbs/31_lint.ipynb #d80c158b
 import argparse
@@ -159,15 +160,17 @@ def canonical(
     return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
 
 
-def _lifted(raw: dict) -> dict:
-    "Flatten the nested layout of speculators as vLLM does."
+def flattened(
+    raw: dict,  # config.json in the nested layout of speculators
+) -> dict:      # flat
+    "Flatten a nested config as vLLM does, with vLLM's defaults."
     inner = dict(raw.get("transformer_layer_config") or {})
     copied = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *_LIFTED)
     inner |= {**_LIFTED, **{name: raw[name] for name in copied if raw.get(name) is not None}}
     kind = "Qwen3" if inner.get("model_type") == "qwen3" else "Llama"
     return {**inner, "draft_vocab_size": raw.get("draft_vocab_size"), "architectures": [f"Eagle3{kind}ForCausalLM"]}
 
-
+# %% ../nbs/31_lint.ipynb #09af0af9
 @dataclass(frozen=True)
 class Layout:
     "A drafter's files, read but not loaded."
@@ -179,14 +182,14 @@ class Layout:
     @property
     def config(self) -> dict:
         "The config, flat."
-        return _lifted(self.raw) if self.nested else self.raw
+        return flattened(self.raw) if self.nested else self.raw
 
     @property
     def named(self) -> dict:
         "Canonical name -> `Entry`."
         return {canonical(name): entry for name, entry in self.tensors.items()}
 
-# %% ../nbs/31_lint.ipynb #03ba3bb0
+# %% ../nbs/31_lint.ipynb #1285ca77
 def _files(folder: Path) -> tuple:  # (files that are there, findings)
     "The weight files of a checkpoint, by its index if it has one."
     index, there = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
@@ -209,7 +212,7 @@ def _files(folder: Path) -> tuple:  # (files that are there, findings)
                             ", ".join(sorted(path.name for path in folder.iterdir())[:5]), "copy model.safetensors into it")]
     return there, []
 
-# %% ../nbs/31_lint.ipynb #1285ca77
+# %% ../nbs/31_lint.ipynb #5b4a7a25
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
            "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "q_lora_rank", "kv_lora_rank",
            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -243,7 +246,7 @@ def _typed(raw: dict, path: str = "") -> tuple:  # (config without values of the
             kept[name] = value
     return kept, found
 
-# %% ../nbs/31_lint.ipynb #5b4a7a25
+# %% ../nbs/31_lint.ipynb #9749e953
 def _config(folder: Path) -> tuple:  # (config.json as a dict, findings)
     "Read a drafter's config."
     try:
@@ -258,7 +261,7 @@ def _config(folder: Path) -> tuple:  # (config.json as a dict, findings)
                             fix="export it again")]
     return _typed(raw)
 
-# %% ../nbs/31_lint.ipynb #41812ffb
+# %% ../nbs/31_lint.ipynb #224c4555
 def read_layout(
     folder: str | Path,  # a drafter's checkpoint
 ) -> tuple:              # (`Layout`, findings about what could not be read)
@@ -281,7 +284,7 @@ def read_layout(
         tensors |= header
     return Layout(folder, raw, tensors, bool(raw.get("transformer_layer_config"))), found
 
-# %% ../nbs/31_lint.ipynb #33329681
+# %% ../nbs/31_lint.ipynb #e9976920
 class Ability(NamedTuple):
     "Something that an engine can do with a drafter, from one version on."
     name: str
@@ -309,7 +312,7 @@ VLLM_NAMES = {  # vllm/model_executor/models/registry.py
     "Eagle3Qwen3vlForCausalLM": "0.12.0", "Eagle3DeepseekV2ForCausalLM": "0.18.0", "Eagle3DeepseekV3ForCausalLM": "0.18.0",
     "Eagle3MiniMaxM2ForCausalLM": "0.20.2", "Eagle3Qwen3ForCausalLM": "0.24.0"}
 
-# %% ../nbs/31_lint.ipynb #e9976920
+# %% ../nbs/31_lint.ipynb #adbab1db
 class Engine(NamedTuple):
     "An engine in one version."
     name: str        # "sglang", "vllm", "vllm-v1" or "vllm-v2"
@@ -340,7 +343,7 @@ def engine_of(
         raise ValueError(f"{package} {known} is too old; known are {layers.OLDEST[package]} to {layers.NEWEST[package]}: upgrade {package}")
     return Engine(name, known)
 
-# %% ../nbs/31_lint.ipynb #e7732c31
+# %% ../nbs/31_lint.ipynb #54bbd8be
 @dataclass(frozen=True)
 class Case:
     "What the checks look at."
@@ -371,7 +374,7 @@ class Case:
         "Width of the target's states as the config says it."
         return self.config.get("target_hidden_size") or self.config.get("hidden_size")
 
-# %% ../nbs/31_lint.ipynb #54bbd8be
+# %% ../nbs/31_lint.ipynb #cb0639ac
 def _architecture(config: dict) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
@@ -385,7 +388,7 @@ def _consequences(engines, says) -> str:  # says: a function from an engine to "
             groups.setdefault(text, []).append(str(engine))
     return "; ".join(f"{' and '.join(names)} {text}" for text, names in groups.items())
 
-# %% ../nbs/31_lint.ipynb #9d926ce1
+# %% ../nbs/31_lint.ipynb #96909644
 def _vllm_name(name: str) -> str:
     "The name under which vLLM looks a drafter up."
     return name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
@@ -421,7 +424,7 @@ def _without(engine: Engine, name: str) -> str:
         return "will build a whole model of that name, not an EAGLE-3 head"
     return "will not start: it has no model of that name"
 
-# %% ../nbs/31_lint.ipynb #14cbc223
+# %% ../nbs/31_lint.ipynb #7212c1b6
 def _norms(case: Case) -> dict:
     "Optional norms that the config's flags ask for: name -> shape."
     config, fc = case.config, case.layout.named.get("fc.weight")
@@ -452,7 +455,7 @@ def _latent_attention(config: dict) -> dict:
             "kv_a_proj_with_mqa.weight": (latent + rope, 2 * hidden), "kv_a_layernorm.weight": (latent,),
             "kv_b_proj.weight": (heads * (nope + value), latent), "o_proj.weight": (hidden, heads * value)}
 
-# %% ../nbs/31_lint.ipynb #7212c1b6
+# %% ../nbs/31_lint.ipynb #2f5a610b
 def expected(
     case: Case,
 ) -> dict:  # canonical name -> shape; without fc, head and vocabulary, which have checks of their own
@@ -481,7 +484,7 @@ def check_fields(case: Case):
         yield Finding("config-field", "error", names[0], f"config.json gives no usable {', '.join(names)}; an engine stops, or takes a default "
                       "of transformers that the weights do not have", fix="write the sizes of the weights into config.json")
 
-# %% ../nbs/31_lint.ipynb #2f5a610b
+# %% ../nbs/31_lint.ipynb #96ced0fd
 _KNOWN = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight", "fc.weight")
 _SCALES = ("_scale", "_scale_inv", "_zero_point", "_packed", "_shape", "_g_idx", "qweight", "qzeros", "scales", "g_idx")
 
@@ -512,7 +515,7 @@ def check_names(case: Case):
         yield Finding("tensor-unknown", severity, name, _consequences(case.engines, _drops(case, name)),
                       "the config does not ask for it", hint)
 
-# %% ../nbs/31_lint.ipynb #8b9871f1
+# %% ../nbs/31_lint.ipynb #d774d620
 def check_prefix(case: Case):
     "`layer-prefix` and `model-prefix`: does each engine find the layer under its name?"
     newer = [name for name in case.layout.tensors if name.startswith("layers.0.")]
@@ -527,7 +530,7 @@ def check_prefix(case: Case):
         yield Finding("model-prefix", "error", deep[0], f"{len(deep)} tensors carry a prefix: {said}", "expected fc.weight, not model.fc.weight",
                       "take the prefix off")
 
-# %% ../nbs/31_lint.ipynb #d774d620
+# %% ../nbs/31_lint.ipynb #5828bda7
 def _shape_fix(case: Case, name: str, have: tuple, want: tuple) -> tuple:  # (code, what follows)
     "Sort a wrong shape by what it means."
     if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa") and len(have) == 2 and have[1] != want[1]:
@@ -552,7 +555,7 @@ def check_shapes(case: Case):
         yield Finding(code, "error", name, f"{said}: neither engine loads it", f"shape {list(entry.shape)}, expected {list(want)}",
                       "correct the sizes in config.json, or export again")
 
-# %% ../nbs/31_lint.ipynb #67d94193
+# %% ../nbs/31_lint.ipynb #bf1a7a93
 def _ids(config: dict, nested: bool, key: str = "eagle_aux_hidden_state_layer_ids"):
     "Layer ids at the top of a config or under eagle_config, if they are a list."
     place = (config.get("eagle_config") or {}) if nested else config
@@ -573,7 +576,7 @@ def aux_count(
         return len(nested or top or (0, 0, 0))
     return config.get("num_aux_hidden_states") or len(nested or (0, 0, 0))
 
-# %% ../nbs/31_lint.ipynb #7539cd83
+# %% ../nbs/31_lint.ipynb #6f6c2aa1
 def check_fc(case: Case):
     "`fc-width`: is `fc` as wide as each engine builds it?"
     fc = case.layout.named.get("fc.weight")
@@ -595,7 +598,7 @@ def check_fc(case: Case):
         yield Finding("tensor-shape", "error", "fc.weight", f"fc puts out {fc.shape[0]} values; the config's hidden_size is "
                       f"{case.config.get('hidden_size')}: neither engine loads it", fix="correct hidden_size in config.json")
 
-# %% ../nbs/31_lint.ipynb #afdf3202
+# %% ../nbs/31_lint.ipynb #6de8cc4b
 def meant(
     config: dict,     # flat
     num_layers: int,  # of the target
@@ -612,7 +615,7 @@ def meant(
         return tuple(sorted(one + 1 for one in lists[0])), f"{lists[0]} under eagle_config, read as outputs of layers"
     return tuple(sorted(lists[0])), f"{lists[0]}, read as boundaries"
 
-# %% ../nbs/31_lint.ipynb #6de8cc4b
+# %% ../nbs/31_lint.ipynb #d0386c47
 def _captures(case: Case, engine: Engine) -> tuple | str:
     "What an engine captures for a drafter, or why it cannot."
     config, target = case.config, case.target
@@ -638,7 +641,7 @@ def _effect(have: tuple, want: tuple) -> str:
         return f"every state comes {abs(by)} layer{'s' * (abs(by) > 1)} too {'late' if by > 0 else 'early'}"
     return "the drafter reads states that it was not trained on"
 
-# %% ../nbs/31_lint.ipynb #d0386c47
+# %% ../nbs/31_lint.ipynb #11165ec1
 def check_layers(case: Case):
     "`layers-differ`, `layers-refused`, `runners-disagree`, `ids-unread`: which boundaries does each engine capture?"
     if case.target is None or case.eagle1:
@@ -676,7 +679,7 @@ def _runners(case: Case, taken: dict, wanted: tuple):
             yield Finding("ids-unread", "note", "layer ids", f"{engine} does not read the ids {named} where they stand; it takes its default, "
                           "which is the same", f"captures {_listed(seen)}", "nothing, unless the ids change")
 
-# %% ../nbs/31_lint.ipynb #11165ec1
+# %% ../nbs/31_lint.ipynb #fb1a48d0
 def check_first_id(case: Case):
     "`first-id`: does SGLang guess the convention from the first number?"
     ids = _ids(case.config, True)
@@ -702,7 +705,7 @@ def check_aux_count(case: Case):
         yield Finding("aux-count", "error", "num_aux_hidden_states", said, f"ids {_ids(case.config, False)} at the top, "
                       f"{_ids(case.config, True)} under eagle_config", "write the same number of ids in both places, and num_aux_hidden_states")
 
-# %% ../nbs/31_lint.ipynb #265b8ee4
+# %% ../nbs/31_lint.ipynb #5a1ae39e
 def _numbers(case: Case, name: str):
     "Values of `d2t` or `t2d`, or None."
     entry = case.layout.named.get(name)
@@ -739,7 +742,7 @@ def check_map_there(case: Case):
             yield Finding("d2t-whole", "error", "d2t", f"a head over the whole vocabulary has a map that it does not need: {said}",
                           f"draft_vocab_size {rows}, vocab_size {vocab}", "leave d2t and t2d out")
 
-# %% ../nbs/31_lint.ipynb #5a1ae39e
+# %% ../nbs/31_lint.ipynb #84a28a86
 def check_map(case: Case):
     "`d2t-absolute`, `d2t-range`, `d2t-order`, `d2t-length`, `d2t-type`, `d2t-zeros`: does the map lead where it should?"
     entry, d2t, t2d, vocab = case.layout.named.get("d2t"), _numbers(case, "d2t"), _numbers(case, "t2d"), case.config.get("vocab_size")
@@ -778,7 +781,7 @@ def _offsets(kept: np.ndarray, d2t: np.ndarray, t2d, vocab: int):
         yield Finding("d2t-zeros", "warning", "d2t", f"d2t is all zero, so the head proposes the first {len(d2t)} ids; right only if it was trained "
                       "on those", where, "check with the training's vocabulary")
 
-# %% ../nbs/31_lint.ipynb #696ee819
+# %% ../nbs/31_lint.ipynb #a6e3f38a
 def _vocab_says(case: Case, head):
     "A function that says what an engine does without a number under draft_vocab_size."
     def says(engine):
@@ -790,7 +793,7 @@ def _vocab_says(case: Case, head):
         return "will expect a head over the whole vocabulary, and not load this one" if head and head.shape[0] != case.config["vocab_size"] else None
     return says
 
-# %% ../nbs/31_lint.ipynb #a6e3f38a
+# %% ../nbs/31_lint.ipynb #9c228eda
 def check_head(case: Case):
     "`draft-vocab`, `tied`, `head-rows`, `head-missing`: does each engine use the trained head?"
     head, rows, vocab = case.layout.named.get("lm_head.weight"), case.config.get("draft_vocab_size"), case.config.get("vocab_size")
@@ -824,7 +827,7 @@ def _headless(engine: Engine, rows: int, vocab: int):
         return "will guess with whatever its memory held"
     return f"will use the target's, whose first {rows} rows are other tokens" if rows < vocab else None
 
-# %% ../nbs/31_lint.ipynb #2a130fd8
+# %% ../nbs/31_lint.ipynb #3ed238e8
 def check_sizes(case: Case):
     "`vocab-size`, `hidden-size`, `embedding`: do the sizes equal the target's?"
     config, target, embed = case.config, case.target, case.layout.named.get("embed_tokens.weight")
@@ -855,7 +858,7 @@ def _reach(config: dict) -> int:
     limit = config.get("max_position_embeddings")
     return int((1 if plain else rope.get("factor") or 1) * (limit if isinstance(limit, (int, float)) else 2048))  # 2048: LlamaConfig's default
 
-# %% ../nbs/31_lint.ipynb #3ed238e8
+# %% ../nbs/31_lint.ipynb #05b05035
 def _short_says(reach: int):
     "A function that says what an engine does with too few positions."
     def says(engine):
@@ -881,7 +884,7 @@ def check_positions(case: Case):
         yield Finding("positions", "note", "max_position_embeddings", "vLLM widens the drafter's table of positions by itself; other versions and "
                       "SGLang do not", seen, f"set max_position_embeddings: {needed}")
 
-# %% ../nbs/31_lint.ipynb #c063ea9e
+# %% ../nbs/31_lint.ipynb #4329a264
 def rope_of(
     config: dict,  # flat
 ) -> dict:         # rope_type, rope_theta (None where the config has none), and what the type needs
@@ -915,7 +918,7 @@ def check_rope(case: Case):
     if case.target is not None:
         yield from _rope_differs(rope, case.target.rope)
 
-# %% ../nbs/31_lint.ipynb #4329a264
+# %% ../nbs/31_lint.ipynb #0a845ae6
 def _rope_differs(rope: dict, target: dict):
     "Compare a drafter's rotary parameters with the target's."
     theta = 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]
@@ -933,7 +936,7 @@ def _rope_differs(rope: dict, target: dict):
                       f"({rope['rope_type']} for {target['rope_type']}): far from the start of a text it accepts less, unless it was trained so",
                       evidence, "write the parameters it was trained with; most often they are the target's")
 
-# %% ../nbs/31_lint.ipynb #26bc8d92
+# %% ../nbs/31_lint.ipynb #4d80eccd
 _EFFECT = {"fc_norm": "feed fc with states that were not normed", "norm_before_fc": "feed fc with states that were not normed",
            "norm_output": "feed the next step with the raw state", "norm_before_residual": "carry the raw state in the residual"}
 
@@ -961,7 +964,7 @@ def check_flags(case: Case):
         yield Finding("flag-both", "warning", "fc_norm", "fc_norm and norm_before_fc are both on, so states are normed twice",
                       fix="keep the one it was trained with")
 
-# %% ../nbs/31_lint.ipynb #4d80eccd
+# %% ../nbs/31_lint.ipynb #1cf8bb1c
 def check_biases(case: Case):
     "`bias`: are there biases that an engine drops?"
     biases = [name for name in case.layout.named if name.endswith(".bias")]
@@ -986,7 +989,7 @@ def check_depth(case: Case):
         yield Finding("activation", "error", "hidden_act", f"hidden_act is {act!r}; both engines build the MLP with silu only and stop",
                       fix="set hidden_act: silu, if that is what it was trained with")
 
-# %% ../nbs/31_lint.ipynb #1d3ad272
+# %% ../nbs/31_lint.ipynb #8c8faf70
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -1015,7 +1018,7 @@ def check_dtype(case: Case):
         yield Finding("dtype", "note", "dtype", f"the weights are {' and '.join(sorted(kinds))}; engines cast a drafter to the target's type "
                       f"({served or 'not known'}) when they load it", fix="nothing, if the rounding is no matter")
 
-# %% ../nbs/31_lint.ipynb #dc745b81
+# %% ../nbs/31_lint.ipynb #559dece9
 _MLA_BACKENDS = ("trtllm_mla", "cutlass_mla", "flashmla", "cutedsl_mla", "tokenspeed_mla")
 
 
@@ -1042,7 +1045,7 @@ def check_algorithm(case: Case):
         yield Finding("simulated", "error", "speculative_config", "the acceptance will be made up: rejection_sample_method is synthetic",
                       fix="leave rejection_sample_method out")
 
-# %% ../nbs/31_lint.ipynb #90f0ef71
+# %% ../nbs/31_lint.ipynb #b8ae8fa8
 def check_backend(case: Case):
     "`draft-backend`: can the drafter's attention run on the backend it gets?"
     launch = case.launch or {}
@@ -1059,7 +1062,7 @@ def check_backend(case: Case):
                       "the drafter inherits the backend that SGLang picks for the target, on SM100 trtllm_mla, and does not start there",
                       fix="set --speculative-draft-attention-backend")
 
-# %% ../nbs/31_lint.ipynb #b8ae8fa8
+# %% ../nbs/31_lint.ipynb #6715a26f
 def _is_mla(target) -> bool:
     "Has the target latent attention?"
     return target is not None and (target.arch.startswith("Deepseek") or target.engine_arch.startswith("Kimi"))
@@ -1087,7 +1090,7 @@ def check_speculation(case: Case):
         yield Finding("draft-tokens", "error", "speculative_eagle_topk", f"trtllm_mha drafts chains only, and topk is {topk}: SGLang does not start",
                       fix="set --speculative-eagle-topk 1")
 
-# %% ../nbs/31_lint.ipynb #be142b1a
+# %% ../nbs/31_lint.ipynb #63ff9ff5
 CHECKS = (check_architecture, check_fields, check_prefix, check_names, check_shapes, check_fc, check_layers, check_first_id, check_aux_count,
           check_map_there, check_map, check_head, check_sizes, check_positions, check_rope, check_flags, check_biases, check_depth,
           check_quantised, check_dtype, check_algorithm, check_backend, check_speculation)
@@ -1127,7 +1130,7 @@ def lint(
                                  "source was read; its rules are used"))
     return Findings(found)
 
-# %% ../nbs/31_lint.ipynb #dd99bbc2
+# %% ../nbs/31_lint.ipynb #60dc6bff
 def verdict(
     findings: Findings,
     engines: tuple = ("sglang", "vllm"),
@@ -1142,7 +1145,7 @@ def verdict(
         return f"{names}: no error, {len(warned)} thing{'s' * (len(warned) > 1)} to check ({', '.join(dict.fromkeys(f.code for f in warned))})."
     return f"{names}: read as meant, as far as files can tell."
 
-# %% ../nbs/31_lint.ipynb #be095ac8
+# %% ../nbs/31_lint.ipynb #34d6993f
 @dataclass
 class Mending:
     "A corrected checkpoint in the making."
@@ -1158,7 +1161,7 @@ class Mending:
             self.said.append(f"{name}: {self.config.get(name, 'absent')} -> {value}")
             self.config[name] = value
 
-# %% ../nbs/31_lint.ipynb #3ee743b2
+# %% ../nbs/31_lint.ipynb #3dab1872
 def _mend_names(mending: Mending):
     "Give every tensor the name that all versions know, and the architecture its usual name."
     renamed = {name: canonical(name) for name in mending.tensors if canonical(name) != name}
@@ -1187,7 +1190,7 @@ def _mend_vocabulary(mending: Mending):
         mending.tensors = {name: item for name, item in mending.tensors.items() if name not in ("d2t", "t2d")}
         mending.said.append("d2t and t2d left out: the head is over the whole vocabulary")
 
-# %% ../nbs/31_lint.ipynb #3dab1872
+# %% ../nbs/31_lint.ipynb #2a532834
 def both_ids(
     boundaries: tuple,
     facts,              # `TargetFacts`
@@ -1228,7 +1231,7 @@ def _mend_positions(mending: Mending):
     if fixed and mending.target is not None and _reach(mending.config) < mending.target.max_position_embeddings:
         mending.set("max_position_embeddings", mending.target.max_position_embeddings)
 
-# %% ../nbs/31_lint.ipynb #e9d2908d
+# %% ../nbs/31_lint.ipynb #dad2262b
 def _new_folder(out: str | Path) -> Path:
     "Refuse a folder that holds anything."
     out = Path(out)
@@ -1260,7 +1263,7 @@ def write_checked(
     sync_folder(out.parent)
     return out
 
-# %% ../nbs/31_lint.ipynb #dad2262b
+# %% ../nbs/31_lint.ipynb #10b66c9e
 def fix(
     drafter_dir: str | Path,              # the drafter's checkpoint; not changed
     out: str | Path,                      # a new folder for the corrected copy
@@ -1287,7 +1290,7 @@ def fix(
     print("\n".join(mending.said) or "nothing to correct; copied as it was")
     return Path(out)
 
-# %% ../nbs/31_lint.ipynb #befdf95b
+# %% ../nbs/31_lint.ipynb #8f4eb8d5
 def _options():
     "The command line's options."
     parser = argparse.ArgumentParser(prog="python -m k2eagle.lint", description="Say what engines will make of a drafter's files.")
@@ -1313,6 +1316,6 @@ def main(
     print(verdict(found, options.engine))
     return int(found.worst == "error")
 
-# %% ../nbs/31_lint.ipynb #8f4eb8d5
+# %% ../nbs/31_lint.ipynb #fb9fca1b
 if __name__ == "__main__" and "__file__" in globals():
     sys.exit(main())
