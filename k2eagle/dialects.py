@@ -154,6 +154,8 @@ LENGTHS = (
             "token counts, cut-off tokens do not", "length", (), (), source="sglang 0.5.23, managers/tokenizer_manager.py"),
     Dialect("vllm length", "vLLM log and vllm bench serve, 0.9.2 to 0.32; per request 0.32", "1 + accepted / drafts", "length",
             ALL, CHAIN, source="vllm 0.32.0, v1/spec_decode/metrics.py"),
+    Dialect("modelopt average", "ModelOpt specdec_bench, Average_AL", "mean over requests of each one's tokens a step", "length", (), (),
+            source="NVIDIA/Model-Optimizer at a2fbac7b"),
     Dialect("mean accepted tokens", "Spec-Bench, EAGLE papers (tau)", "tokens emitted / steps", "length", ALL, CHAIN_TREE,
             source="hemingkx/Spec-Bench at fd2c1cd7"))
 RATES = (
@@ -208,6 +210,8 @@ def express(
     dialect = dialect_of(dialect)
     if dialect.name == "vllm v0 rate":
         raise ValueError("vllm v0 rate counts drafts that passed behind a rejected one; counts of kept drafts do not tell it")
+    if dialect.name == "modelopt average":
+        raise ValueError("modelopt average is a mean over requests; pooled counts do not tell it")
     if dialect.name == "sglang request length":
         answer = counts.drafts + counts.accepted + 1 if answer_tokens is None else answer_tokens
         return answer / counts.drafts if counts.drafts else float("nan")
@@ -272,6 +276,8 @@ def _instead(dialect: Dialect, setup: Setup) -> str:
     "What to use in place of a number that cannot be converted."
     if dialect.name == "vllm v0 rate":
         return "use emitted tokens · K / draft tokens of the same line"
+    if dialect.name == "modelopt average":
+        return "it weighs short answers like long ones; pool the counts of all requests"
     if dialect.name == "sglang request length":
         return "use 1 + spec_num_correct_drafts / spec_verify_ct of the same metadata"
     return "use the accept length beside it, or counts" + (": K was not constant" if setup.adaptive else "")

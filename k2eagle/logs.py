@@ -188,7 +188,8 @@ def _steps(mean: float, accepted: float, drafted: float, shares: tuple) -> tuple
         return (round(accepted / (mean - 1)), False) if mean > 1.005 else (float("nan"), False)
     even = drafted / len(shares)
     fits = lambda steps: abs(1 + accepted / steps - mean) <= 0.0050001 and all(
-        abs(share * steps - round(share * steps)) <= 0.0005001 * steps for share in shares)
+        abs(share * steps - round(share * steps)) <= 0.0005001 * steps for share in shares) and (
+        steps >= 900 or sum(round(share * steps) for share in shares) == accepted)
     if even.is_integer() and fits(even):
         return even, True
     if not accepted or mean <= 1.005:
@@ -205,7 +206,7 @@ def _load(line: int, state: _State) -> tuple:
 
 def _trusted(shares: tuple, mean: float) -> tuple:
     "Per-position rates if they add up to the accept length; nothing where they are cut, or of another line."
-    return () if abs(1 + sum(shares) - mean) > 0.0051 + 0.0005 * len(shares) else shares
+    return shares if abs(1 + sum(shares) - mean) <= 0.0051 + 0.0005 * len(shares) else ()
 
 
 def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
@@ -215,7 +216,7 @@ def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
         return False
     found = _FIELDS["positions"].search(message)
     shares = _trusted(tuple(map(float, found[1].split(b","))), mean) if found else ()
-    state.partial += not shares and b"Per-position" in message
+    state.partial += not shares and drafted > 0 and b"Per-position" in message
     steps, certain = _steps(mean, accepted, drafted, shares)
     state.add_counts(steps, drafted, accepted, certain, shares)
     time, rank = _prefix(head, state.latest)
