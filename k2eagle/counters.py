@@ -73,7 +73,9 @@ def parse_prometheus(
         if _WANTED.match(own):
             found = _SAMPLE.fullmatch(own)
             try:
-                samples.append((found[1], _labels(found[2] or ""), float(found[3]), line))
+                labels = _labels(found[2] or "")
+                int(labels.get("position", 0))
+                samples.append((found[1], labels, float(found[3]), line))
             except (TypeError, ValueError):  # no sample, labels that do not end, or no number
                 unread.append((line, own[:200]))
     return samples, unread
@@ -228,7 +230,7 @@ def _meta_row(meta: dict, line: int) -> tuple:
         found += [Finding("accepted-from-answers", "note", f"request {line}", "no count of accepted drafts (SGLang before 0.5.8); taken from "
                           "the answer's length, which is exact unless the answer was cut off")] if estimate else []
     drafted = _NAN if drafted is None else drafted
-    depth = round(drafted / drafts) if drafts and drafted == drafted else 0
+    depth = min(round(drafted / drafts), 1024) if drafts and drafted == drafted else 0
     kept = (*kept, *(0,) * (depth - len(kept))) if kept else kept
     own_rate = rate if drafted != drafted and rate is not None else None
     return _row("sglang", drafts, drafted, accepted, kept, rate=own_rate, rate_logged=_NAN if rate is None else rate,
@@ -333,14 +335,14 @@ def _parsed(text: str):
     "JSON as a whole, or else line by line: [(line, record)]; damaged lines become their text."
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         records = []
         for line, own in enumerate(text.split("\n"), 1):
             own = own.strip().removeprefix("data:").strip()
             if own and own != "[DONE]":
                 try:
                     records.append((line, json.loads(own)))
-                except json.JSONDecodeError:
+                except (json.JSONDecodeError, RecursionError):
                     records.append((line, own))
         return records
 
@@ -420,7 +422,7 @@ def _made(reader, record: dict, line: int) -> tuple:
     try:
         rows, found = reader(record, line)
         return (rows if isinstance(rows, list) else [rows]), found
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         return [], [Finding("record-unread", "warning", f"record {line}", f"its counts could not be read: {error}", str(record)[:120])]
 
 

@@ -74,7 +74,7 @@ def joint_of(
     "Multiply conditional rates up to joint ones."
     joint, product = [], 1.0
     for share in conditional:
-        product *= share
+        product *= share if product else 0.0  # behind a position that nothing reached the share is NaN
         joint.append(product)
     return tuple(joint)
 

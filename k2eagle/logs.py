@@ -16,6 +16,7 @@ from array import array
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def _number(text: bytes) -> float:
     return float(text) if b"," not in text else float(text.rstrip(b",").replace(b",", b""))
 
 # %% ../nbs/37_logs.ipynb #d32c7a53
-_COLOUR = re.compile(rb"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+_COLOUR = re.compile(rb"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\r\n]{0,80}(?:\x07|\x1b\\)")
 _STAMP = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,6})?)((?: [A-Z][A-Z_]*\d+)*)\]")  # sglang, utils/common.py
 _SHORT = re.compile(rb"(?<!\d)(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d{1,6})?")  # vllm 0.32.0, logger.py
 _ISO = re.compile(rb"(?<!\d)(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)((?:[.,]\d{1,6})?)")
@@ -153,10 +154,10 @@ class _State:
             column.append(value)
         self.counts["shares"].extend(shares)
 
-    def miss(self, line: int, text: bytes):
-        "Count a line that mentions the metrics and could not be read."
-        self.unread += 1
-        if len(self.examples) < 20:
+    def miss(self, line: int, text: bytes, mentions: int):
+        "Count mentions of the metrics that could not be read."
+        self.unread += max(mentions, 0)
+        if mentions > 0 and len(self.examples) < 20:
             self.examples.append((line, text[:300].decode(errors="replace")))
 
     def rank(self, name: str) -> int:
@@ -296,14 +297,23 @@ def _scan(stream, state: _State, size: int = 1 << 22):
             plain = _PLAIN_VLLM.fullmatch(block, start, end)
             if plain:
                 state.waiting.append((*plain.groups(), number + 1, *_load(number + 1, state)))
-            else:
+            elif not _read_load(block[start:end], number + 1, state):
                 _flush_vllm(state)
-                used = end + _read_line(block[start:end], number + 1, state, lambda end=end: block[end + 1:end + 5000] + ahead[:5000])
+                used = end + _read_line(block[start:end], number + 1, state, lambda end=end: (block[end + 1:end + 2000] + ahead)[:2000])
         _flush_vllm(state)
         skip = max(0, used - len(block))
         state.lines += block.count(b"\n") + (not ahead and not block.endswith(b"\n"))
 
 
+def _read_load(text: bytes, line: int, state: _State) -> bool:
+    "Note vLLM's throughput, if the line has just that."
+    if b"Avg generation throughput" not in text or _MESSAGE.search(text) or _MENTION.search(text) or b"num_spec" in text:
+        return False
+    state.load = (line, _value(text, "generation"), _value(text, "requests"))
+    state.plain += 1
+    return True
+
+# %% ../nbs/37_logs.ipynb #79df473d
 def _scan_plain(block: bytes, state: _State) -> bool:
     "Add the rows of a block that has ordinary decode lines of SGLang only; False where it has anything else."
     if any(block.find(mark) >= 0 for mark in _MARKS[2:]):
@@ -321,7 +331,7 @@ def _scan_plain(block: bytes, state: _State) -> bool:
         _add_plain(found, lines, state)
     return True
 
-# %% ../nbs/37_logs.ipynb #3514c1ac
+# %% ../nbs/37_logs.ipynb #374341d7
 def _add_plain(groups: list, lines: np.ndarray, state: _State):
     "Add ordinary decode lines of SGLang."
     stamps, ranks, running, accept_len, rate, throughput = zip(*groups)
@@ -354,7 +364,7 @@ def _flush_vllm(state: _State):
     _extend(state, _times([years[stamp[:5]] + stamp for stamp in stamps]), lines, [_VLLM] * len(lines), [known[name] for name in processes],
             [len(state.sections) - 1] * len(lines), mean, [float(value) / 100 for value in percent], running, throughput)
 
-# %% ../nbs/37_logs.ipynb #0b8d7808
+# %% ../nbs/37_logs.ipynb #a0ace6b1
 def _whole_steps(mean: list, accepted: list, drafted: list, shares: list) -> list:
     "Steps of lines in which every step drafted K tokens; 0 where that is not certain."
     width = len(shares[0])
@@ -367,10 +377,14 @@ def _whole_steps(mean: list, accepted: list, drafted: list, shares: list) -> lis
     fits &= np.abs(1 + shares.sum(1) - mean) <= 0.0051 + 0.0005 * width
     return np.where(fits, even, 0).tolist()
 
-# %% ../nbs/37_logs.ipynb #a17c7dd1
+# %% ../nbs/37_logs.ipynb #95ddf266
 def _read_line(text: bytes, line: int, state: _State, following) -> int:
     "Read the messages of one line; returns how many bytes of the lines that follow belonged to it."
-    used, pieces = 0, _COLOUR.sub(b"", text).split(b"\r")
+    clean = text
+    if b"\x1b" in text:
+        clean = _COLOUR.sub(b"", text)
+        state.miss(line, text, len(_MENTION.findall(text)) - len(_MENTION.findall(clean)))
+    used, pieces = 0, clean.split(b"\r")
     for at, piece in enumerate(pieces):
         if b"num_spec" in piece or b"speculative_num_draft_tokens" in piece:
             _read_settings(piece, line, state)
@@ -378,8 +392,8 @@ def _read_line(text: bytes, line: int, state: _State, following) -> int:
         if b"generation throughput" in piece:
             state.load = (line, _value(piece, "generation"), _value(piece, "requests"))
             state.plain += not starts
-        if not starts and _MENTION.search(piece):
-            starts = [0]
+        if _MENTION.search(piece, 0, starts[0] if starts else len(piece)):
+            starts.insert(0, 0)
         for start, stop in zip(starts, [*starts[1:], len(piece)]):
             head, message = piece[:start], piece[start:stop]
             last = stop == len(piece) and not any(pieces[at + 1:])
@@ -390,20 +404,16 @@ def _read_line(text: bytes, line: int, state: _State, following) -> int:
 def _read_message(head: bytes, message: bytes, line: int, state: _State, following) -> int:
     "Read one message, with the lines after it where it lacks its end; returns the bytes of those used."
     reader = _read_vllm if message.startswith(b"SpecD") else _read_v0 if message.startswith(b"Specu") else _read_sglang
-    if _whole(message):
-        texts = [(message, 0)]
-    else:
-        texts = [*_joined(head, message, following()), (message, 0)]
-    for text, used in texts:
+    joined = () if _whole(message) else _joined(head, message, following())
+    for text, used in chain(joined, [(message, 0)]):
         if (used == 0 or _whole(text)) and reader(head, text, line, state):
+            state.miss(line, text, len(_MENTION.findall(text)) - 1)  # what else the message mentions
             return used
-    if _MENTION.search(message):
-        state.miss(line, head[-80:] + message)
-    else:
-        state.plain += 1
+    state.miss(line, head[-80:] + message, len(_MENTION.findall(message)))
+    state.plain += not _MENTION.search(message)
     return 0
 
-# %% ../nbs/37_logs.ipynb #ba84933a
+# %% ../nbs/37_logs.ipynb #4857a3d6
 def _whole(message: bytes) -> bool:
     "Does a message have its last fields?"
     if message.startswith(b"SpecD"):
@@ -413,16 +423,16 @@ def _whole(message: bytes) -> bool:
 
 
 def _joined(head: bytes, message: bytes, following: bytes):
-    "A message with one, two, three of the lines that follow, longest first, and the bytes they take."
-    lead, texts, used = re.split(rb"\[\d{4}-|\(|INFO ", head)[0], [], 0
-    for text in following.split(b"\n")[:3]:
-        own = _COLOUR.sub(b"", text).rstrip(b"\r")
+    "Yield a message with one, two, three of the lines that follow, and the bytes they take."
+    lead, used = re.split(rb"\[\d{4}-|\(|INFO ", head, maxsplit=1)[0], 0
+    for text in following.split(b"\n", 3)[:3]:
+        own = _COLOUR.sub(b"", text) if b"\x1b" in text else text
+        own = own.rstrip(b"\r")
         own = own[len(lead):] if lead and own.startswith(lead) else own
         if _FRESH.match(own) or _MESSAGE.search(own):
-            break
+            return
         message, used = message.rstrip(b"\r") + own, used + len(text) + 1
-        texts.append((message, used))
-    return texts
+        yield message, used
 
 
 def _read_settings(piece: bytes, line: int, state: _State):
@@ -439,7 +449,7 @@ def _read_settings(piece: bytes, line: int, state: _State):
         state.sections[-1].num_draft = num_draft
         state.sections[-1].line = line
 
-# %% ../nbs/37_logs.ipynb #1e67a63b
+# %% ../nbs/37_logs.ipynb #cc5a51e4
 OLD, NEW = "sglang log rate 0.5.8", "sglang log rate"  # names of dialects
 _TOKENS = np.arange(2, 257)  # D that are tried
 
@@ -465,7 +475,7 @@ class LogSetup:
     reason: str
     line: int              # first line
 
-# %% ../nbs/37_logs.ipynb #0febf53b
+# %% ../nbs/37_logs.ipynb #c308d5b5
 def _groups(accept_len: np.ndarray, rate: np.ndarray, weight: np.ndarray) -> list:
     "Explain distinct lines by as few set-ups as possible: (definition or None, D admitted, lines), weight: how often a line occurs."
     left, groups = np.ones(len(rate), bool), []
@@ -483,34 +493,56 @@ def _groups(accept_len: np.ndarray, rate: np.ndarray, weight: np.ndarray) -> lis
     return groups
 
 
-def _distinct(accept_len: np.ndarray, rate: np.ndarray) -> tuple:
-    "Distinct pairs of length and rate, how often each occurs, and which of them each row is."
-    keys = np.round(np.minimum(accept_len, 1e6) * 1000) * 1e7 + np.round(np.minimum(rate, 1e3) * 1000)
-    distinct, which, weight = np.unique(keys, return_inverse=True, return_counts=True)
-    return np.floor(distinct / 1e7) / 1000, distinct % 1e7 / 1000, weight, which
+def _pairs(accept_len: np.ndarray, rate: np.ndarray) -> np.ndarray:
+    "A number for each pair of length and rate as printed."
+    length, printed = (np.nan_to_num(np.minimum(values, 9000), nan=-0.001) for values in (accept_len, rate))
+    return np.round(length * 1000).astype(np.int64) * 10 ** 7 + np.round(printed * 1000).astype(np.int64) + 1
 
-# %% ../nbs/37_logs.ipynb #82d55c82
+
+def _chunks(rows: int, size: int = 1 << 17):
+    "Slices of so many rows: what is made on the way stays small."
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _distinct(accept_len: np.ndarray, rate: np.ndarray, lines: np.ndarray) -> tuple:
+    "Distinct pairs: their numbers, lengths, rates (NaN where there is none), how often each occurs and in which line first."
+    chunks = _chunks(len(rate))
+    pairs = np.unique(np.concatenate([np.unique(_pairs(accept_len[own], rate[own])) for own in chunks]))
+    weight, first = np.zeros(len(pairs)), np.full(len(pairs), np.iinfo(np.int64).max)
+    for own in chunks:
+        which = np.searchsorted(pairs, _pairs(accept_len[own], rate[own]))
+        weight += np.bincount(which, minlength=len(pairs))
+        np.minimum.at(first, which, lines[own])
+    length, printed = pairs // 10 ** 7 / 1000, (pairs % 10 ** 7 - 1) / 1000
+    return pairs, np.where(length < 0, np.nan, length), np.where(printed < 0, np.nan, printed), weight, first
+
+# %% ../nbs/37_logs.ipynb #7a7f10c9
 def _resolve(accept_len: np.ndarray, rate: np.ndarray, lines: np.ndarray, section: _Section) -> tuple:
     "Rates, definitions (0 none, 1 old, 2 new) and the set-ups of one section of an SGLang log."
-    out, kinds, setups = np.full(len(rate), np.nan), np.zeros(len(rate), np.int8), []
-    known = np.isfinite(rate) & np.isfinite(accept_len)
-    if known.any():
-        length, printed, weight, which = _distinct(accept_len[known], rate[known])
-        where, numbers = np.flatnonzero(known), lines[known]
-        for definition, tokens, explained in _settled(length, printed, weight, section):
-            rows = where[explained[which]]
-            kinds[rows] = (definition == OLD) + 2 * (definition == NEW)
-            out[rows] = _rates(accept_len[rows], rate[rows], definition, tokens, section)
-            setups.append(_setup(definition, tokens, len(rows), int(lines[rows].min()), section))
-    bare = ~np.isfinite(rate) & np.isfinite(accept_len)
+    pairs, length, printed, weight, first = _distinct(accept_len, rate, lines)
+    own_rate, own_kind, setups = np.full(len(pairs), np.nan), np.zeros(len(pairs), np.int8), []
+    known, bare = np.isfinite(printed) & np.isfinite(length), np.isnan(printed) & np.isfinite(length)
+    for definition, tokens, explained in _settled(length[known], printed[known], weight[known], section) if known.any() else ():
+        rows = np.flatnonzero(known)[explained]
+        own_kind[rows] = (definition == OLD) + 2 * (definition == NEW)
+        own_rate[rows] = _rates(length[rows], printed[rows], definition, tokens, section)
+        setups.append(_setup(definition, tokens, int(weight[rows].sum()), int(first[rows].min()), section))
     if bare.any():
-        tokens = np.array([section.num_draft_tokens]) if section.num_draft_tokens else _TOKENS[_TOKENS >= accept_len[bare].max() - 0.0051]
-        if known.any() and len(setups) == 1:
-            tokens = np.array([setups[0].num_draft_tokens or 0]) if setups[0].num_draft_tokens else tokens
-        else:
-            setups.append(_setup(None, tokens, int(bare.sum()), int(lines[bare].min()), section))
-        out[bare] = _rates(accept_len[bare], rate[bare], None, tokens, section)
-    return out, kinds, setups
+        one = setups[0].num_draft_tokens if len(setups) == 1 else section.num_draft_tokens  # rates were cut off, or never there
+        tokens = np.array([one]) if one else _longer(length[bare])
+        own_rate[bare] = _rates(length[bare], printed[bare], None, tokens, section)
+        if len(setups) != 1:
+            setups.append(_setup(None, tokens, int(weight[bare].sum()), int(first[bare].min()), section))
+    rates, kinds = np.empty(len(rate)), np.empty(len(rate), np.int8)
+    for own in _chunks(len(rate)):
+        which = np.searchsorted(pairs, _pairs(accept_len[own], rate[own]))
+        rates[own], kinds[own] = own_rate[which], own_kind[which]
+    return rates, kinds, setups
+
+
+def _longer(accept_len: np.ndarray) -> np.ndarray:
+    "D that are large enough for these lengths; the largest tried where none is."
+    return _TOKENS[min(np.searchsorted(_TOKENS, accept_len.max() - 0.0051), len(_TOKENS) - 2):]
 
 
 def _settled(length, printed, weight, section: _Section) -> list:
@@ -524,7 +556,7 @@ def _settled(length, printed, weight, section: _Section) -> list:
             return [(name if len(set(votes.values())) > 1 else None, np.array([stated]), admitted[name])]
     return _groups(length, printed, weight)
 
-# %% ../nbs/37_logs.ipynb #eb2ad401
+# %% ../nbs/37_logs.ipynb #156b0161
 def _rates(accept_len, printed, definition, tokens, section: _Section) -> np.ndarray:
     "Accepted / drafted of rows whose definition and admitted D are known."
     if section.adaptive:
@@ -539,12 +571,14 @@ def _setup(definition, tokens, rows: int, line: int, section: _Section) -> LogSe
     "Say what was concluded, how surely, and why."
     one = int(tokens[0]) if len(tokens) == 1 else None
     if one and one == section.num_draft_tokens:
-        certainty, reason = "stated", f"stated in line {section.line}"
+        certainty, reason = "stated", f"stated in line {section.line}" if section.line else "given as num_draft_tokens"
     elif one:
         certainty, reason = "inferred", "the only number that fits accept length and rate of these lines"
     else:
         certainty = "open"
         reason = _open_reason(definition, tokens)
+    if section.num_draft_tokens and certainty != "stated":
+        reason += f"; {section.num_draft_tokens} is stated, but does not fit these lines"
     if section.topk and section.topk > 1:
         reason += f"; a tree (topk {section.topk}), so rates count its nodes"
     if section.adaptive:
@@ -560,28 +594,29 @@ def _open_reason(definition, tokens) -> str:
         return "no rate is logged, or too few lines to tell its definition; the length only bounds the number"
     return "several numbers fit within the rounding of the lines"
 
-# %% ../nbs/37_logs.ipynb #4344a1be
+# %% ../nbs/37_logs.ipynb #4897e187
 _DEFINITIONS = (None, OLD, NEW, "vllm rate", "vllm v0 rate")
 
 
 def _frame(state: _State) -> tuple:
     "The table, and the set-ups found on the way."
-    raw = {name: np.frombuffer(column, dtype=column.typecode) if len(column) else np.zeros(0) for name, column in state.columns.items()}
+    raw = {name: np.frombuffer(column, dtype=column.typecode) if len(column) else np.zeros(0, column.typecode) for name, column in state.columns.items()}
     rows = len(raw["line"])
     kinds, rate, setups = np.zeros(rows, np.int8), np.full(rows, np.nan), []
     for section in range(len(state.sections)):
-        own = np.flatnonzero((raw["section"] == section) & (raw["engine"] == _SGLANG))
-        if len(own):
+        own = (raw["section"] == section) & (raw["engine"] == _SGLANG)
+        if own.any():
+            own = slice(None) if own.all() else np.flatnonzero(own)
             rate[own], kinds[own], found = _resolve(raw["accept_len"][own], raw["rate"][own], raw["line"][own], state.sections[section])
             setups += found
     counts = _counts(state, raw)
     kinds[counts["row"]] = np.where(raw["engine"][counts["row"]] == _VLLM, 3, 4)
-    numbers, positions = _count_columns(counts, rows, raw["accept_len"].copy(), rate)
-    frame = {"time": raw["time"].astype("datetime64[ms]"),
+    numbers, positions = _count_columns(counts, rows, raw["accept_len"], rate)
+    frame = {"time": raw["time"].view("datetime64[ms]"),
              "engine": pd.Categorical.from_codes(np.minimum(raw["engine"], 1), ["sglang", "vllm"]), **numbers,
-             "rate_logged": raw["rate"].copy(), "rate_definition": _category(kinds, _DEFINITIONS), **positions,
-             "running": raw["running"].copy(), "tokens_per_s": raw["throughput"].copy(), "line": raw["line"].copy(),
-             "rank": _category(raw["rank"].astype(np.int64), [name or None for name in state.ranks])}
+             "rate_logged": raw["rate"], "rate_definition": _category(kinds, _DEFINITIONS), **positions,
+             "running": raw["running"], "tokens_per_s": raw["throughput"], "line": raw["line"],
+             "rank": _category(raw["rank"], [name or None for name in state.ranks])}
     return pd.DataFrame(frame, copy=False), setups
 
 
@@ -589,10 +624,10 @@ def _category(codes: np.ndarray, names) -> pd.Categorical:
     "Codes into names; the name None is a missing value."
     names = list(names)
     shown = [name for name in names if name is not None]
-    new = np.array([shown.index(name) if name is not None else -1 for name in names] or [-1])
-    return pd.Categorical.from_codes(new[codes.astype(np.int64)], shown)
+    new = np.array([shown.index(name) if name is not None else -1 for name in names] or [-1], np.int16)
+    return pd.Categorical.from_codes(new[codes], shown)
 
-# %% ../nbs/37_logs.ipynb #f8df74fa
+# %% ../nbs/37_logs.ipynb #5148786e
 def _counts(state: _State, raw: dict) -> dict:
     "Counts of vLLM's rows as arrays, those of its first engine as differences from the row before."
     counts = {name: np.frombuffer(column, dtype=column.typecode).copy() for name, column in state.counts.items() if len(column)}
@@ -617,8 +652,8 @@ def _count_columns(counts: dict, rows: int, accept_len: np.ndarray, rate: np.nda
         rate[row] = np.where(drafted > 0, accepted / drafted, np.nan)
         exact = np.where(steps > 0, 1 + accepted / steps, np.nan)
     accept_len[row] = np.where((counts["certain"] > 0) | (steps <= 0), exact, accept_len[row])
-    numbers = {name: _placed(row, counts[name], rows) for name in ("drafts", "drafted", "accepted") if name in counts}
-    numbers = {"drafts": _placed(row, steps, rows), **numbers, "accept_len": accept_len, "rate": rate}
+    numbers = dict(drafts=_placed(row, steps, rows), drafted=_placed(row, drafted, rows), accepted=_placed(row, accepted, rows),
+                   accept_len=accept_len, rate=rate)
     first, positions = np.cumsum(counts["width"]) - counts["width"], {}
     for k in range(int(counts["width"].max(initial=0))):
         deep = np.flatnonzero(counts["width"] > k)
@@ -633,7 +668,7 @@ def _placed(row: np.ndarray, values: np.ndarray, rows: int) -> np.ndarray:
     whole = rows and np.isfinite(column).all() and (column == np.round(column)).all()
     return column.astype(np.int64) if whole else column
 
-# %% ../nbs/37_logs.ipynb #71e7bd2d
+# %% ../nbs/37_logs.ipynb #b737c269
 def read_log(
     source,                               # path of a log, also .gz; or its text, str or bytes
     num_draft_tokens: int | None = None,  # SGLang's D, where you know it and the log does not say
@@ -641,14 +676,12 @@ def read_log(
     "Read acceptance from a log of SGLang or vLLM."
     with _open(source) as (stream, name, size, latest):
         state = _State(latest)
-        state.sections[0].num_draft_tokens = num_draft_tokens
         head = stream.read(1 << 16)
         _scan(_Rest(head, stream), state)
     if not len(state.columns["line"]):
         raise ValueError(_nothing(name, size, head, state))
-    if num_draft_tokens:
-        for section in state.sections:
-            section.num_draft_tokens = section.num_draft_tokens or num_draft_tokens
+    for section in state.sections:
+        section.num_draft_tokens = section.num_draft_tokens or num_draft_tokens
     frame, setups = _frame(state)
     frame.attrs["log"] = _summary(frame, state, setups, name)
     return frame
@@ -658,7 +691,7 @@ class _Rest:
     "A stream of which the head was already read; decodes UTF-16."
 
     def __init__(self, head: bytes, stream):
-        code = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(head[:2])
+        code = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(head[:2]) if head.count(0) > len(head) // 4 else None
         self.head, self.stream, self.code = head, stream, code
         self.decoder = codecs.getincrementaldecoder(code)("replace") if code else None
 
@@ -668,7 +701,7 @@ class _Rest:
         data = head or self.stream.read(size)
         return self.decoder.decode(data, not data).encode("utf-8", "replace") if self.code else data
 
-# %% ../nbs/37_logs.ipynb #13a9e05c
+# %% ../nbs/37_logs.ipynb #2bb34fd3
 @contextmanager
 def _open(source):
     "Open a path or text: (stream, name, bytes, latest time it can have been written)."
@@ -691,7 +724,7 @@ def _open(source):
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is a damaged gzip file ({error}); unpack what can be saved with zcat and read that") from None
 
-# %% ../nbs/37_logs.ipynb #2bb34fd3
+# %% ../nbs/37_logs.ipynb #4eea7b7e
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x1b"))  # what text has none of
 
 
@@ -710,20 +743,27 @@ def _nothing(name: str, size: int, head: bytes, state: _State) -> str:
                 "was the server started with a drafter, and its statistics not switched off?")
     return f"{name} is no log that is known, {state.lines} lines: none has {looked}"
 
-# %% ../nbs/37_logs.ipynb #cd14f3f3
+# %% ../nbs/37_logs.ipynb #b0d5c94d
 def _summary(frame: pd.DataFrame, state: _State, setups: list, name: str) -> dict:
     "What was found, as plain values."
     numbers = {setup.num_draft_tokens for setup in setups} | {width + 1 for width in set(state.counts["width"]) if width}
     numbers = {number for number in numbers if number} or {number + 1 for section in state.sections if (number := section.num_draft)}
     stray = frame.engine.eq("sglang") & frame.rate_logged.notna() & frame.rate_definition.isna()
     known = stray & frame.rate.notna()
-    times = frame[["rank", "time"]].dropna(subset="time")
-    back = times.groupby(times["rank"].astype(object).fillna(""), observed=True).time.diff() < pd.Timedelta(0)
     return dict(name=name, lines=state.lines, rows=len(frame), unread=state.unread, partial=state.partial,
                 examples=list(state.examples), setups=[asdict(setup) for setup in setups],
                 num_draft=numbers.pop() - 1 if len(numbers) == 1 else None, unexplained=int((stray & ~known).sum()),
                 estimated=state.counts["certain"].count(0),
-                backwards=[int(frame.line[row]) for row in back[back].index[:20]], adaptive=any(s.adaptive for s in state.sections))
+                backwards=_backwards(frame), adaptive=any(s.adaptive for s in state.sections))
+
+
+def _backwards(frame: pd.DataFrame) -> list:
+    "The first lines whose time is before that of the line before, of the same rank."
+    codes, time, line, found = frame["rank"].cat.codes.to_numpy(), frame.time.to_numpy(), frame.line.to_numpy(), []
+    for code in np.unique(codes):
+        own = slice(None) if (codes == code).all() else np.flatnonzero(codes == code)
+        found += line[own][1:][time[own][1:] < time[own][:-1]].tolist()  # never true where a time is missing
+    return sorted(found)[:20]
 
 
 def describe_log(
@@ -736,10 +776,13 @@ def describe_log(
     found = [_describe_setup(setup) for setup in log["setups"]] + _describe_reading(log) + _describe_rows(frame, log)
     return Findings(found)
 
-# %% ../nbs/37_logs.ipynb #25695a61
+# %% ../nbs/37_logs.ipynb #2e85935e
 def _describe_setup(setup: dict) -> Finding:
     "A finding about one set-up."
     subject, tokens = f"{setup['rows']} SGLang lines from line {setup['line']}", setup["num_draft_tokens"]
+    if "does not fit these lines" in setup["reason"]:
+        return Finding("stated-does-not-fit", "warning", subject, "the number of draft tokens that is stated or given does not fit accept "
+                       f"length and rate; these fit {tokens or setup['candidates']}", setup["reason"], "check which server wrote these lines")
     if setup["definition"] == OLD:
         number = f"D = {tokens}" if tokens else f"D of {setup['candidates'][0]} to {setup['candidates'][1]}"
         floor = f", so {1 / tokens:.0%} means that nothing was accepted" if tokens else ""
@@ -759,7 +802,7 @@ def _describe_reading(log: dict) -> list:
     found = []
     if log["unread"]:
         shown = "; ".join(f"line {line}: {text[:120]}" for line, text in log["examples"][:3])
-        found.append(Finding("lines-unread", "warning", log["name"], f"{log['unread']} lines mention the metrics and could not be read",
+        found.append(Finding("lines-unread", "warning", log["name"], f"{log['unread']} mentions of the metrics could not be read",
                              shown, "look at them: they are not in the table"))
     if log["partial"]:
         found.append(Finding("lines-cut", "note", log["name"], f"{log['partial']} lines are cut; what stood whole in them is used"))
@@ -774,7 +817,7 @@ def _describe_reading(log: dict) -> list:
                              "the file holds several runs, or clocks differ; rows are in the file's order"))
     return found
 
-# %% ../nbs/37_logs.ipynb #2e85935e
+# %% ../nbs/37_logs.ipynb #836e6f4e
 def _describe_rows(frame: pd.DataFrame, log: dict) -> list:
     "Findings about the rows as a whole."
     found, name = [], log["name"]
@@ -792,7 +835,7 @@ def _describe_rows(frame: pd.DataFrame, log: dict) -> list:
                              "check algorithm name, layer ids and vocabulary map of the drafter"))
     return found
 
-# %% ../nbs/37_logs.ipynb #0d3aa34e
+# %% ../nbs/37_logs.ipynb #0d5ebd6b
 def estimate_counts(
     frame: pd.DataFrame,      # from `read_log`
     decode_interval: int = 40,  # SGLang's --decode-log-interval
