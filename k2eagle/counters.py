@@ -60,7 +60,8 @@ def describe_counters(
 # %% ../nbs/38_counters.ipynb #fed113bf
 _SAMPLE = re.compile(r'\s*((?:vllm|sglang):[A-Za-z0-9_:]+)\s*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+([^\s]+)(?:\s+-?\d+)?\s*')
 _LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
-_WANTED = re.compile(r"\s*(?:vllm|sglang):(?:spec_|num_requests_running|num_running_reqs|gen_throughput)")
+_WANTED = re.compile(r"\s*(?:vllm|sglang):(?:spec_|num_requests_running|num_requests_total|num_running_reqs|gen_throughput|"
+                     r"generation_tokens_total)")
 _ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 
 
@@ -201,6 +202,41 @@ def _read_sglang(samples: list) -> tuple:
     return rows, found
 
 # %% ../nbs/38_counters.ipynb #7d79c1b5
+_FINISHED = {"sglang:spec_verify_calls": "steps", "sglang:generation_tokens": "tokens", "sglang:num_requests": "requests"}
+
+
+def _finished(samples: list) -> dict:
+    "Counters of finished answers by model; of streamed and other answers together."
+    models = {}
+    for name, labels, value, line in samples:
+        own = _FINISHED.get(name.removesuffix("_total"))
+        if own:
+            model = models.setdefault(labels.get("model_name"), dict(line=line, steps=0, tokens=0, requests=0))
+            model[own] += value
+    return {model: own for model, own in models.items() if own["steps"] > 0 and own["requests"] > 0}
+
+
+def _read_finished(samples: list, before: list | None) -> tuple:
+    "Rows and findings of SGLang's counters of finished answers."
+    models, earlier, rows, found = _finished(samples), _finished(before or []), [], []
+    for model, own in models.items():
+        last = earlier.get(model, dict(steps=0, tokens=0, requests=0))
+        if any(own[name] < last[name] for name in last):
+            found.append(Finding("counter-reset", "warning", model or "sglang", "a counter fell between the scrapes: the server was restarted",
+                                 "", "the row has what was counted since the restart; scrape more often"))
+            last = dict(steps=0, tokens=0, requests=0)
+        steps, tokens, requests = (own[name] - last[name] for name in ("steps", "tokens", "requests"))
+        wide = max((value for name, labels, value, _ in samples if name == "sglang:spec_num_draft_tokens"
+                    and labels.get("model_name") == model), default=0)
+        rows.append(_row("sglang", steps, steps * (wide - 1) if wide > 1 else _NAN, max(0.0, tokens - requests - steps), line=own["line"],
+                         rank=model if len(models) > 1 else None))
+        found.append(Finding("from-finished-answers", "note", model or "sglang", "accepted drafts are generated tokens - requests - verify steps "
+                             "of the answers finished" + ("" if before else " since the server's start"),
+                             f"{tokens:.0f} - {requests:.0f} - {steps:.0f}",
+                             "" if before else "pass a scrape from before the run as `before`"))
+    return rows, found
+
+# %% ../nbs/38_counters.ipynb #d67df8f1
 _ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")  # 0.5.23 | 0.5.12 | 0.5.8
 _DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 _HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # 0.5.23 | 0.5.9
@@ -210,7 +246,7 @@ def _first(record: dict, names: tuple):
     "The first of several names that a record has a value for."
     return next((record[name] for name in names if record.get(name) is not None), None)
 
-# %% ../nbs/38_counters.ipynb #822056ea
+# %% ../nbs/38_counters.ipynb #1715723d
 def _meta_row(meta: dict, line: int) -> tuple:
     "Row of a request's metadata, and findings."
     drafts, accepted, drafted = meta["spec_verify_ct"], _first(meta, _ACCEPTED), _first(meta, _DRAFTED)
@@ -236,7 +272,7 @@ def _meta_row(meta: dict, line: int) -> tuple:
     return _row("sglang", drafts, drafted, accepted, kept, rate=own_rate, rate_logged=_NAN if rate is None else rate,
                 rate_definition=definition, line=line, rank=None), found
 
-# %% ../nbs/38_counters.ipynb #90b1aa45
+# %% ../nbs/38_counters.ipynb #4f53bdd7
 def _from_answer(drafts: int, rate, answer) -> tuple:
     "Accepted and drafted tokens of an old answer: from its length, sharpened by its rate; and whether it is an estimate."
     if answer is None or not drafts:
@@ -249,7 +285,7 @@ def _from_answer(drafts: int, rate, answer) -> tuple:
             return round(exact), drafts * num_draft, False
     return accepted, None, True
 
-# %% ../nbs/38_counters.ipynb #8372b637
+# %% ../nbs/38_counters.ipynb #e7713a51
 def _info_rows(info: dict, line: int) -> tuple:
     "Rows of /server_info, one a data parallel rank."
     tokens, rows = info.get("speculative_num_draft_tokens"), []
@@ -276,7 +312,7 @@ def _request_row(record: dict, line: int) -> tuple:
     wrong = counted.accepted != record.get("num_accepted_draft_tokens", counted.accepted)
     return row, [Finding("histogram-does-not-fit", "warning", f"request {line}", "the histogram does not add up to the counts")] if wrong else []
 
-# %% ../nbs/38_counters.ipynb #121f2aae
+# %% ../nbs/38_counters.ipynb #a272dcab
 def _bench_row(record: dict, line: int) -> tuple:
     "Row of a benchmark's result: vllm bench serve, or SGLang's bench_serving."
     if "spec_decode_num_drafts" in record:  # vllm 0.32.0, benchmarks/serve.py
@@ -295,7 +331,7 @@ def _bench_row(record: dict, line: int) -> tuple:
 _RECORDS = (("spec_verify_ct", _meta_row), ("acceptance_histogram", _request_row), ("internal_states", _info_rows),
             ("avg_spec_accept_length", _info_rows), ("spec_decode_num_drafts", _bench_row), ("accept_length", _bench_row))
 
-# %% ../nbs/38_counters.ipynb #a272dcab
+# %% ../nbs/38_counters.ipynb #df558950
 def read_counters(
     source,       # path or text of a metrics page, JSON or JSON lines; a dict or list of them; or what vLLM's llm.get_metrics() returned
     before=None,  # the same from before the run, for metrics pages and get_metrics
@@ -313,13 +349,21 @@ def read_counters(
         raise ValueError("`before` is for metrics pages; answers count for themselves")
     return _read_json(source)
 
+# %% ../nbs/38_counters.ipynb #eb431e28
+def _is_file(source) -> bool:
+    "Is there such a file? A name that is too long is none."
+    try:
+        return Path(source).is_file()
+    except OSError:
+        return False
+
 
 def _loaded(source):
     "Text of a metrics page, or parsed JSON."
     if not isinstance(source, (str, bytes, Path)):
         return source
     if isinstance(source, Path) or isinstance(source, str) and "\n" not in source and not re.match(r"\s*[\[{#]|\s*(vllm|sglang):|data:", source):
-        if not Path(source).is_file():
+        if not _is_file(source):
             raise FileNotFoundError(f"{str(source)!r}: no such file; give a path, the text of a metrics page, or JSON")
         source = Path(source).read_bytes()
     if isinstance(source, bytes):
@@ -330,7 +374,7 @@ def _loaded(source):
         source = source.decode("utf-8-sig", "replace")
     return _parsed(source) if re.match(r"\s*(?:[\[{]|data:)", source) else source
 
-# %% ../nbs/38_counters.ipynb #a2bc592c
+# %% ../nbs/38_counters.ipynb #1800c7b6
 def _parsed(text: str):
     "JSON as a whole, or else line by line: [(line, record)]; damaged lines become their text."
     try:
@@ -351,7 +395,9 @@ def _read_page(text: str, before) -> pd.DataFrame:
     "The table of a metrics page."
     samples, unread = parse_prometheus(text)
     earlier = parse_prometheus(before)[0] if isinstance(before, str) else None
-    rows, found = (own + others for own, others in zip(_read_vllm(samples, earlier), _read_sglang(samples)))
+    parts = [_read_vllm(samples, earlier), _read_finished(samples, earlier)]
+    parts += [] if parts[1][0] else [_read_sglang(samples)]
+    rows, found = sum((part[0] for part in parts), []), sum((part[1] for part in parts), [])
     if not rows:
         raise ValueError(f"{len(text.splitlines())} lines: none has vllm:spec_decode_num_draft_tokens_total or sglang:spec_accept_length; "
                          "expected the metrics page of a server with speculation (SGLang needs --enable-metrics)")
@@ -363,7 +409,7 @@ def _unread(lines: list) -> list:
     shown = "; ".join(f"line {line}: {str(text)[:100]}" for line, text in lines[:3])
     return [Finding("lines-unread", "warning", "source", f"{len(lines)} lines could not be read", shown, "look at them")] if lines else []
 
-# %% ../nbs/38_counters.ipynb #1b2e5938
+# %% ../nbs/38_counters.ipynb #2194da4a
 def _is_metrics(source) -> bool:
     "Is this what vLLM's get_metrics returns, or such a thing as dicts?"
     first = source[0] if isinstance(source, (list, tuple)) and len(source) else None
@@ -381,7 +427,7 @@ def _metric_samples(metrics) -> list:
             samples.append((own["name"], own["labels"], float(own["value"]), line))
     return samples
 
-# %% ../nbs/38_counters.ipynb #eb431e28
+# %% ../nbs/38_counters.ipynb #3a5aadab
 def _read_json(source) -> pd.DataFrame:
     "The table of answers, server info or results."
     lined = isinstance(source, list) and source and all(isinstance(own, tuple) for own in source)
@@ -401,7 +447,7 @@ def _read_json(source) -> pd.DataFrame:
                          "spec_verify_ct (SGLang), acceptance_histogram (vLLM), internal_states (/server_info) or a benchmark's result")
     return _table(rows, _merged(found) + _unread(damaged))
 
-# %% ../nbs/38_counters.ipynb #1800c7b6
+# %% ../nbs/38_counters.ipynb #79914933
 def _counts_in(record, name=None):
     "Find records of a known kind at any depth: (record, reader, request id or None)."
     if isinstance(record, dict):

@@ -600,7 +600,7 @@ _DEFINITIONS = (None, OLD, NEW, "vllm rate", "vllm v0 rate")
 
 def _frame(state: _State) -> tuple:
     "The table, and the set-ups found on the way."
-    raw = {name: np.frombuffer(column, dtype=column.typecode) if len(column) else np.zeros(0, column.typecode) for name, column in state.columns.items()}
+    raw = {name: np.frombuffer(column, dtype=column.typecode) for name, column in state.columns.items()}
     rows = len(raw["line"])
     kinds, rate, setups = np.zeros(rows, np.int8), np.full(rows, np.nan), []
     for section in range(len(state.sections)):
@@ -702,16 +702,29 @@ class _Rest:
         return self.decoder.decode(data, not data).encode("utf-8", "replace") if self.code else data
 
 # %% ../nbs/37_logs.ipynb #2bb34fd3
+def _is_text(source: str) -> bool:
+    "Is a string the text of a log, not a path?"
+    return not source or "\n" in source or len(source) > 4000 or bool(_MENTION.search(source.encode("utf-8", "replace")))
+
+
+def _exists(path: Path) -> bool:
+    "Is there such a path? A name that is too long is none."
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+# %% ../nbs/37_logs.ipynb #4eea7b7e
 @contextmanager
 def _open(source):
     "Open a path or text: (stream, name, bytes, latest time it can have been written)."
     now = datetime.now()
-    if isinstance(source, (bytes, bytearray)) or isinstance(source, str) and ("\n" in source or _MENTION.search(source.encode("utf-8", "replace"))):
+    if isinstance(source, (bytes, bytearray)) or isinstance(source, str) and _is_text(source):
         data = source.encode("utf-8", "surrogateescape") if isinstance(source, str) else bytes(source)
         yield io.BytesIO(data), "text", len(data), now
         return
     path = Path(source)
-    if not path.exists():
+    if not _exists(path):
         raise FileNotFoundError(f"{source!r}: no such file, and no line of a log either; give a path or the text of a log")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give one log file")
@@ -724,7 +737,7 @@ def _open(source):
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is a damaged gzip file ({error}); unpack what can be saved with zcat and read that") from None
 
-# %% ../nbs/37_logs.ipynb #4eea7b7e
+# %% ../nbs/37_logs.ipynb #cd14f3f3
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x1b"))  # what text has none of
 
 
@@ -743,7 +756,7 @@ def _nothing(name: str, size: int, head: bytes, state: _State) -> str:
                 "was the server started with a drafter, and its statistics not switched off?")
     return f"{name} is no log that is known, {state.lines} lines: none has {looked}"
 
-# %% ../nbs/37_logs.ipynb #b0d5c94d
+# %% ../nbs/37_logs.ipynb #25695a61
 def _summary(frame: pd.DataFrame, state: _State, setups: list, name: str) -> dict:
     "What was found, as plain values."
     numbers = {setup.num_draft_tokens for setup in setups} | {width + 1 for width in set(state.counts["width"]) if width}
@@ -776,7 +789,7 @@ def describe_log(
     found = [_describe_setup(setup) for setup in log["setups"]] + _describe_reading(log) + _describe_rows(frame, log)
     return Findings(found)
 
-# %% ../nbs/37_logs.ipynb #2e85935e
+# %% ../nbs/37_logs.ipynb #836e6f4e
 def _describe_setup(setup: dict) -> Finding:
     "A finding about one set-up."
     subject, tokens = f"{setup['rows']} SGLang lines from line {setup['line']}", setup["num_draft_tokens"]
@@ -817,7 +830,7 @@ def _describe_reading(log: dict) -> list:
                              "the file holds several runs, or clocks differ; rows are in the file's order"))
     return found
 
-# %% ../nbs/37_logs.ipynb #836e6f4e
+# %% ../nbs/37_logs.ipynb #437fdd8f
 def _describe_rows(frame: pd.DataFrame, log: dict) -> list:
     "Findings about the rows as a whole."
     found, name = [], log["name"]
@@ -835,7 +848,7 @@ def _describe_rows(frame: pd.DataFrame, log: dict) -> list:
                              "check algorithm name, layer ids and vocabulary map of the drafter"))
     return found
 
-# %% ../nbs/37_logs.ipynb #0d5ebd6b
+# %% ../nbs/37_logs.ipynb #7325c497
 def estimate_counts(
     frame: pd.DataFrame,      # from `read_log`
     decode_interval: int = 40,  # SGLang's --decode-log-interval
