@@ -1029,7 +1029,7 @@ def check_algorithm(case: Case):
     spec = json.loads(spec) if isinstance(spec, str) else spec
     if name in ("EAGLE", "NEXTN") and not case.eagle1:
         yield Finding("algorithm", "error", "speculative_algorithm", f"{name} with an EAGLE-3 head: SGLang starts, skips fc because the last "
-                      "state alone is as wide as the head, and accepts nothing: accept length 1.00, with no error",
+                      "state alone is as wide as the head, and accepts next to nothing: accept length near 1.0, with no error",
                       fix="use --speculative-algorithm EAGLE3")
     if (method := spec.get("method")) == "eagle" and not case.eagle1:
         yield Finding("algorithm", "error", "speculative_config", "method eagle with an EAGLE-3 head: vLLM builds a head of the older kind",
