@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Acceptance', 'wilson', 'resampled_ratios', 'bootstrap_ratio', 'summarize', 'positions_frame', 'accept_len_frame',
-           'walk', 'check_fit', 'simulate', 'decode']
+           'walk', 'check_fit', 'simulate', 'decode', 'of_served', 'serve', 'served_gap', 'compare_served']
 
 # %% ../nbs/41_accept.ipynb #5f819123
 from dataclasses import dataclass, field
@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from scipy import stats
 from torch.nn.utils.rnn import pad_sequence
 
+from . import serving
 from .drafter import draft
+from .findings import Finding, Findings
 from .layers import default_boundaries
+from .logs import read_log
 
 # %% ../nbs/41_accept.ipynb #c101d35c
 @dataclass(frozen=True)
@@ -249,3 +252,56 @@ def decode(
         tokens += follow[:kept[-1] + 1]
     answer = tokens[len(prompt):][:max_new_tokens]
     return (answer[:answer.index(stop) + 1] if stop in answer else answer), kept
+
+# %% ../nbs/41_accept.ipynb #94696d45
+def of_served(
+    served: serving.Served,
+    confidence: float = 0.95,
+    seed: int = 0,          # of the bootstrap
+) -> Acceptance:
+    "Pool what an engine counted."
+    if not len(served.frame):
+        raise ValueError(f"{served.engine} {served.version} drafted nothing; expected an engine that serves a drafter")
+    return summarize(served.frame, served.num_draft, f"served by {served.engine} {served.version}", confidence, seed)
+
+
+def serve(
+    engine: str,                # 'vllm' | 'sglang'
+    drafter,                    # its checkpoint's folder
+    prompts: list,              # texts, `text.Prompt`, or `text.Sample` of which the prompt is taken
+    folder,                     # for the exchange and the engine's log
+    target="default",           # checkpoint
+    num_draft: int = 3,         # K
+    seed: int = 0,              # of sampled answers and of the bootstrap
+    **how,                      # of `serving.serve`: max_new_tokens, temperature, topk, dtype, engine_options …
+) -> Acceptance:                # `.frame` has one row a request
+    "Measure acceptance in an engine that serves the drafter."
+    return of_served(serving.serve(engine, prompts, folder, target, drafter, num_draft, seed=seed, **how), seed=seed)
+
+# %% ../nbs/41_accept.ipynb #6470821a
+def served_gap(
+    simulated: Acceptance,      # with `.frame`, as `simulate` gives it
+    served: Acceptance,         # with `.frame`, as `serve` gives it
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple:                     # (difference of the accept lengths, low, high); NaN bounds with fewer than two rows a side
+    "How much longer served steps are than simulated ones."
+    draws = [resampled_ratios(*(one.frame[name].to_numpy(float) for name in ("accepted", "drafts")), seed + side)
+             if len(one.frame) > 1 else np.full(2000, np.nan) for side, one in enumerate((simulated, served))]
+    low, high = np.nanquantile(draws[1] - draws[0], [(1 - confidence) / 2, (1 + confidence) / 2])
+    return served.accept_len - simulated.accept_len, float(low), float(high)
+
+
+def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> Findings:
+    "Say whether an engine accepts what the simulation promised."
+    gap, low, high = served_gap(simulated, served, seed=seed)
+    proof = (f"accept length {served.accept_len:.2f} against {simulated.accept_len:.2f}: {gap:+.2f} [{low:+.2f}, {high:+.2f}], "
+             f"{served.drafts:,} and {simulated.drafts:,} verify steps")
+    if high < 0:
+        return Findings([Finding("served-below-simulated", "error", served.source, "accepts less than the simulation promised: other states or other files",
+                                 proof, "lint the drafter's files for this engine, then compare the engine's states with those simulated on (diff)")])
+    if low > 0:
+        return Findings([Finding("served-above-simulated", "warning", served.source, "accepts more than the simulation promised", proof,
+                                 "were the same prompts served, and is no acceptance faked (SGLANG_SIMULATE_ACC_LEN, synthetic rejection)?")])
+    seen = "accepts what the simulation promised" if high - low < 0.5 else "cannot be told from the simulation, and the interval is wide"
+    return Findings([Finding("served-as-simulated", "note", served.source, seen, proof, "" if high - low < 0.5 else "serve more prompts")])

@@ -7,9 +7,10 @@ __all__ = ['JOB_FORMAT', 'Document', 'read_job', 'new_tokens', 'sent_tokens', 'c
            'roomy_device', 'capturing_module', 'captured_boundaries', 'capture_boundaries', 'request_name',
            'document_index', 'write_document', 'Writer', 'computed', 'Step', 'read_step', 'Recorder', 'completed',
            'rows_for', 'finish', 'forced', 'facts_of', 'backend_name', 'append_last', 'wrap_logits', 'wrap_runner',
-           'KeepErrors', 'capturing_scheduler', 'has_latent_cache', 'attention_arguments', 'cache_slots',
-           'engine_arguments', 'core_groups', 'prepare_cpu', 'sampling', 'in_messages', 'check_reply', 'generate',
-           'start', 'ready_fields', 'Watch', 'last_words', 'epitaph', 'Work', 'do', 'describe', 'main']
+           'wrap_to_read', 'KeepErrors', 'capturing_scheduler', 'speculating', 'has_latent_cache',
+           'attention_arguments', 'cache_slots', 'engine_arguments', 'core_groups', 'prepare_cpu', 'drafted',
+           'sampling', 'in_messages', 'check_reply', 'generate', 'start', 'ready_fields', 'Watch', 'last_words',
+           'epitaph', 'Work', 'do', 'describe', 'main']
 
 # %% ../../nbs/workers/sglang_worker.ipynb #8e01252b
 import asyncio
@@ -444,6 +445,20 @@ def wrap_runner(runner, recorder, everything):
 
     runner.load_model, runner.forward, runner.sample = loading, passing, sampling
 
+# %% ../../nbs/workers/sglang_worker.ipynb #d4e0990b
+def wrap_to_read(runner, recorder):
+    "Make a ModelRunner class say once which boundaries its model keeps for a drafter."
+    forward = runner.forward
+
+    def passing(self, *arguments, **options):
+        output = forward(self, *arguments, **options)
+        if recorder.writes and not recorder.facts and not getattr(self, "is_draft_worker", False):
+            recorder.captured = captured_boundaries(self.model)
+            recorder.facts = facts_of(recorder, self, next(self.model.parameters()), {})
+        return output
+
+    runner.forward = passing
+
 # %% ../../nbs/workers/sglang_worker.ipynb #e1dc9d6c
 class KeepErrors(logging.Handler):
     "Appends error messages to a file."
@@ -482,7 +497,23 @@ def capturing_scheduler(
         recorder = Recorder(job, documents, writes=arguments[3] == 0, failed=partial(_tell, errors))
         wrap_logits(LogitsProcessor)
         wrap_runner(ModelRunner, recorder, CaptureHiddenMode.FULL)
+    elif job.get("speculation"):
+        wrap_to_read(ModelRunner, Recorder(job, documents, writes=arguments[3] == 0))
     scheduler.run_scheduler_process(*arguments, **options)
+
+# %% ../../nbs/workers/sglang_worker.ipynb #ea94d7e2
+def speculating(
+    job: dict,
+) -> dict:  # arguments of SGLang; none without a drafter
+    "Say which drafter helps with the answers."
+    wanted = job.get("speculation")
+    if not wanted:
+        return {}
+    if job["device"] == "cpu" and job["temperature"]:
+        raise ValueError(f"temperature {job['temperature']}; SGLang verifies greedily on a CPU: expected 0")
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": wanted["drafter"],
+            "speculative_num_steps": wanted["num_draft"], "speculative_eagle_topk": wanted["topk"],
+            "speculative_num_draft_tokens": wanted["num_draft_tokens"] or wanted["num_draft"] + 1}
 
 # %% ../../nbs/workers/sglang_worker.ipynb #1d008176
 def has_latent_cache(
@@ -514,7 +545,8 @@ def cache_slots(
     documents: list,
 ) -> int:
     "Return how many tokens the engine's cache has to hold."
-    sizes = [len(sent_tokens(job, document)) + new_tokens(job, document) + _SLACK for document in documents]
+    tried = 16 * speculating(job).get("speculative_num_draft_tokens", 0)  # slots of drafts, some steps ahead
+    sizes = [len(sent_tokens(job, document)) + new_tokens(job, document) + tried + _SLACK for document in documents]
     needed = max(sizes) * job["batch_documents"]
     return max(needed, min(sum(sizes), 65536)) if job["prefix_cache"] else max(needed, 2048)
 
@@ -524,7 +556,7 @@ def engine_arguments(
     documents: list,
 ) -> dict:
     "Return the arguments of SGLang's Engine for a job."
-    latent = has_latent_cache(job["model"])
+    tree = has_latent_cache(job["model"]) or bool(job.get("speculation"))  # what torch_native cannot do on a CPU
     arguments = {
         "model_path": job["model"], "dtype": job["dtype"], "device": job["device"], "tp_size": job["tp_size"],
         "trust_remote_code": job["trust_remote_code"], "context_length": job["max_model_len"],
@@ -534,7 +566,7 @@ def engine_arguments(
         "disable_overlap_schedule": True, "skip_server_warmup": True, "skip_tokenizer_init": True,
         "enable_multimodal": False, "log_level": "info",
         "enable_return_hidden_states": job["task"] == "capture",
-        **attention_arguments(job["attention_backend"], job["device"], latent)}
+        **attention_arguments(job["attention_backend"], job["device"], tree), **speculating(job)}
     if job["quantization"]:
         arguments["quantization"] = job["quantization"]
     if job["device"] == "cpu":
@@ -570,6 +602,18 @@ def prepare_cpu(
     module = importlib.util.module_from_spec(spec)
     sys.modules["k2eagle_sitecustomize"] = module  # what it declares lasts as long as the module
     spec.loader.exec_module(module)
+
+# %% ../../nbs/workers/sglang_worker.ipynb #a2447e64
+def drafted(
+    told: dict,  # meta_info of a reply
+) -> dict:       # {'counts': …}, or nothing where nothing was drafted
+    "Return how the drafts of one answer fared."
+    if not told.get("spec_verify_ct"):
+        return {}
+    named = lambda *names: next((told[name] for name in names if told.get(name) is not None), None)
+    return {"counts": {"drafts": told["spec_verify_ct"], "drafted": named("spec_num_proposed_drafts", "spec_draft_token_num"),
+                       "accepted": named("spec_num_correct_drafts", "spec_accept_token_num"),
+                       "kept": named("spec_correct_drafts_histogram", "spec_accept_histogram")}}
 
 # %% ../../nbs/workers/sglang_worker.ipynb #2739eb8f
 _MESSAGE = {"capture": 1024, "answer": 4}  # documents in one message; of answers, times those in flight
@@ -625,7 +669,7 @@ def generate(
             reason = check_reply(reply, document)
             if job["task"] == "answer":
                 events.write("answer", index=document.index, tokens=list(reply["output_ids"]),
-                             finished=reason.get("type") == "stop")
+                             finished=reason.get("type") == "stop", **drafted(reply["meta_info"]))
     return seconds
 
 # %% ../../nbs/workers/sglang_worker.ipynb #e05c49dc

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'STEP_TOKENS', 'WRITE_ERRORS', 'PATIENCE_S', 'read_documents', 'read_config', 'language_config', 'wraps',
-           'layer_ids', 'batching', 'capturing', 'engine_arguments', 'Progress', 'tally', 'next_token', 'Rows',
-           'write_states', 'note_failure', 'StateWorker', 'batch_order', 'take_states', 'force', 'kept_ids',
+           'layer_ids', 'batching', 'speculating', 'capturing', 'engine_arguments', 'Progress', 'tally', 'next_token',
+           'Rows', 'write_states', 'note_failure', 'StateWorker', 'batch_order', 'take_states', 'force', 'kept_ids',
            'attention_backends', 'describe', 'report', 'Ready', 'StateConnector', 'gather', 'stop_tokens', 'part_file',
            'request', 'inside', 'steps', 'complete', 'check_file', 'Prefixes', 'Events', 'versions', 'capture',
-           'deliver', 'refuse_missing', 'answer', 'cache_gigabytes', 'prepare', 'root_cause', 'own_log', 'explain',
-           'watched', 'start', 'run', 'check_decoded', 'main']
+           'deliver', 'refuse_missing', 'answer', 'drafted', 'counting', 'counters', 'cache_gigabytes', 'prepare',
+           'root_cause', 'own_log', 'explain', 'watched', 'start', 'run', 'check_decoded', 'main']
 
 # %% ../../nbs/workers/vllm_worker.ipynb #de40c26e
 import importlib.metadata
@@ -100,14 +100,29 @@ def batching(
     return {"max_num_seqs": seats, "max_model_len": job["max_model_len"], "enable_chunked_prefill": bool(chunk),
             "max_num_batched_tokens": chunk or whole, "enable_prefix_caching": job["prefix_cache"]}
 
+# %% ../../nbs/workers/vllm_worker.ipynb #1cbeba26
+def speculating(
+    job: dict,
+) -> dict:  # arguments of vLLM; none without a drafter
+    "Say which drafter helps with the answers."
+    wanted = job.get("speculation")
+    if not wanted:
+        return {}
+    if wanted["topk"] != 1:
+        raise ValueError(f"topk {wanted['topk']}; vLLM drafts a chain here: expected 1, or SGLang for a tree")
+    return {"disable_log_stats": False,
+            "speculative_config": {"method": "eagle3", "model": wanted["drafter"], "num_speculative_tokens": wanted["num_draft"]}}
+
 # %% ../../nbs/workers/vllm_worker.ipynb #97b3c057
 def capturing(
     job: dict,
     ids: list,  # from `layer_ids`
 ) -> dict:      # arguments of vLLM
     "Say which states are kept, and how they are handed out."
-    if job["task"] == "answer" or job["mode"] == "decode":
-        return {"additional_config": {"k2eagle": {"tap": ids if job["task"] == "capture" else []}}}
+    if job["task"] == "answer":
+        return {"additional_config": {"k2eagle": {"tap": []}}, **speculating(job)}
+    if job["mode"] == "decode":
+        return {"additional_config": {"k2eagle": {"tap": ids}}}
     hf_config = {"eagle_aux_hidden_state_layer_ids": ids}
     # the lock files of the stock connector are for servers; here a file is done when it is as long as its header says
     extra = {"shared_storage_path": job["out"], "allow_custom_save_path": True, "use_synchronization_lock": False}
@@ -676,10 +691,37 @@ def answer(
     for finished in steps(llm, [(str(d["index"]), *request(job, d, stops)) for d in documents]):
         for output in finished:
             tokens, left = list(output.outputs[0].token_ids), left - 1
-            events("answer", index=int(output.request_id), tokens=tokens, finished=output.outputs[0].finish_reason == "stop")
+            events("answer", index=int(output.request_id), tokens=tokens, finished=output.outputs[0].finish_reason == "stop",
+                   **drafted(output.outputs[0]))
             made += len(tokens)
         if not left:
             return made
+
+# %% ../../nbs/workers/vllm_worker.ipynb #6b835978
+def drafted(
+    output,  # vLLM's CompletionOutput
+) -> dict:   # {'counts': …}, or nothing where this version does not count by request: 0.32.0 does, 0.28.0 does not
+    "Return how the drafts of one answer fared."
+    told = getattr(output, "spec_decode_metrics", None)
+    if told is None:
+        return {}
+    kept = list(told.histogram)
+    return {"counts": {"drafts": sum(kept), "drafted": told.num_draft_tokens, "accepted": sum(k * n for k, n in enumerate(kept)), "kept": kept}}
+
+
+def counting() -> dict:  # arguments of vLLM
+    "Ask for counts by request where this version has them."
+    from vllm.engine.arg_utils import EngineArgs
+    return {"per_request_spec_decode_metrics": "summary"} if hasattr(EngineArgs, "per_request_spec_decode_metrics") else {}
+
+
+def counters(
+    llm,     # vllm.LLM that drafts
+) -> dict:   # drafts, drafted, accepted, per_position: all since the start
+    "Read vLLM's counters of speculative decoding."
+    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics() if "spec_decode_num_" in metric.name}
+    return {"drafts": found["drafts"].value, "drafted": found["draft_tokens"].value, "accepted": found["accepted_tokens"].value,
+            "per_position": list(found["accepted_tokens_per_pos"].values)}
 
 # %% ../../nbs/workers/vllm_worker.ipynb #57e4143c
 def cache_gigabytes(
@@ -793,7 +835,7 @@ def start(
     if current_platform.device_type != job["device"]:
         raise ValueError(f"the job is for {job['device']}, this vLLM runs on {current_platform.device_type}; choose that device, "
                          "or an environment with another build of vLLM")
-    llm = LLM(**arguments)
+    llm = LLM(**arguments, **(counting() if job.get("speculation") else {}))
     facts = llm.collective_rpc("k2eagle_describe")[0]
     kept, last = facts.pop("kept"), language_config(config)["num_hidden_layers"]
     if job["task"] == "capture" and last not in kept:
@@ -819,7 +861,8 @@ def run(
             tokens = sum(len(document["tokens"]) for document in documents)
     seconds, counts = time.perf_counter() - begun, llm.collective_rpc("k2eagle_report")[0]["counts"]
     check_decoded(job, documents, counts)
-    events("done", tokens=tokens, engine_seconds=round(seconds, 4), counts=counts)
+    told = {"counters": counters(llm)} if job.get("speculation") else {}
+    events("done", tokens=tokens, engine_seconds=round(seconds, 4), counts=counts, **told)
 
 
 def check_decoded(
