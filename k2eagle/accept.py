@@ -286,6 +286,8 @@ def served_gap(
     seed: int = 0,
 ) -> tuple:                     # (difference of the accept lengths, low, high); NaN bounds with fewer than two rows a side
     "How much longer served steps are than simulated ones."
+    if any(one.frame is None or not one.drafts for one in (simulated, served)):
+        raise ValueError(f"{simulated.source} or {served.source} has no counts by request; expected what simulate, serve or summarize returned")
     draws = [resampled_ratios(*(one.frame[name].to_numpy(float) for name in ("accepted", "drafts")), seed + side)
              if len(one.frame) > 1 else np.full(2000, np.nan) for side, one in enumerate((simulated, served))]
     low, high = np.nanquantile(draws[1] - draws[0], [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -294,6 +296,8 @@ def served_gap(
 
 def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> Findings:
     "Say whether an engine accepts what the simulation promised."
+    if simulated.num_draft != served.num_draft:
+        raise ValueError(f"simulated with K = {simulated.num_draft}, served with K = {served.num_draft}; a longer step keeps more: compare equal K")
     gap, low, high = served_gap(simulated, served, seed=seed)
     proof = (f"accept length {served.accept_len:.2f} against {simulated.accept_len:.2f}: {gap:+.2f} [{low:+.2f}, {high:+.2f}], "
              f"{served.drafts:,} and {simulated.drafts:,} verify steps")

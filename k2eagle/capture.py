@@ -73,8 +73,8 @@ def _cut(answer: list, stops: set) -> tuple:
 # %% ../nbs/24_capture.ipynb #fb5e5687
 def _named(prompts: list) -> list:  # (id, text) of each prompt
     "Take prompts as `Prompt` or plain text."
-    if not prompts:
-        raise ValueError("no prompts were given; expected a list of texts or of text.Prompt")
+    if not prompts or isinstance(prompts, str) or not all(isinstance(p, str | text.Prompt) for p in prompts):
+        raise ValueError(f"{f'prompts {repr(prompts):.60}' if prompts else 'no prompts were given'}; expected a list of texts or of text.Prompt")
     pairs = [(p.id, p.text) if isinstance(p, text.Prompt) else (f"{i:06d}", p) for i, p in enumerate(prompts)]
     if len({name for name, _ in pairs}) != len(pairs):
         raise ValueError("two prompts have the same id; expected each prompt once")

@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import hashlib
 import html
 import io
 import json
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .files import portable, read_json, write_atomic, write_json
+from .files import home, portable, read_json, write_atomic, write_json
 from .provenance import provenance
 
 # %% ../nbs/90_runs.ipynb #03eadd72
@@ -248,13 +249,22 @@ def check(
         raise ParameterError("\n".join(problems))
     return values.model_dump()
 
-# %% ../nbs/90_runs.ipynb #b15ed0cc
-RECORD = "provenance.json"
-
+# %% ../nbs/90_runs.ipynb #2e66f1fb
 def _portable_values(values):
     "Parameters as they are recorded: without out_dir, and absolute paths without what is this machine's."
-    return {name: portable(value) if isinstance(value, str) and os.path.isabs(value) else value
+    return {name: _portable_path(value) if isinstance(value, str) and os.path.isabs(value) else value
             for name, value in values.items() if name != "out_dir"}
+
+def _portable_path(value):
+    "An absolute path from the root of the project; a digest tells paths elsewhere apart that end alike."
+    path = Path(os.path.abspath(value))
+    for root, name in ((project_root(), ""), (home(), "$K2EAGLE_HOME/"), (Path.home(), "~/")):
+        if path.is_relative_to(root):
+            return name + path.relative_to(root).as_posix()
+    return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:8]})"
+
+# %% ../nbs/90_runs.ipynb #b15ed0cc
+RECORD = "provenance.json"
 
 def _earlier(folder):
     "The record of the run that a folder holds; an empty one if it holds none."

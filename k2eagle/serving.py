@@ -25,6 +25,8 @@ def prompt_documents(
     target: Path,         # checkpoint, for its tokenizer and chat template
 ) -> list:                # of `jobs.Document`, whose tokens are a prompt
     "Turn prompts into documents for a worker."
+    if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str | text.Prompt | text.Sample) for prompt in prompts):
+        raise ValueError(f"prompts {repr(prompts):.60}; expected a list of texts, text.Prompt or text.Sample, at least one")
     tokenizer, documents = None, []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, text.Sample):
@@ -34,8 +36,6 @@ def prompt_documents(
             name = getattr(prompt, "id", f"prompt-{index}")
             tokens = text.prompt_tokens(tokenizer, getattr(prompt, "text", prompt))
         documents.append(jobs.Document(index, name, list(tokens), len(tokens)))
-    if not documents:
-        raise ValueError("no prompts; expected at least one")
     return documents
 
 # %% ../nbs/39_serving.ipynb #a620f71a
@@ -112,6 +112,7 @@ def serve(
     patience_s: float = 900,     # silence after which the engine counts as hung
 ) -> Served:
     "Answer prompts in an engine, with a drafter or without, and return its counts."
+    _check_request(engine, num_draft, max_new_tokens, temperature, dtype)
     target, drafter = targets.resolve(target), drafter and Path(drafter).absolute()
     config = read_json(drafter / "config.json") if drafter else {}
     speculation = jobs.Speculation(str(drafter), num_draft, topk, num_draft_tokens) if drafter else None
@@ -130,6 +131,17 @@ def serve(
     return _served(engine, ready, documents, events, worker.done, num_draft if drafter else None, found)
 
 # %% ../nbs/39_serving.ipynb #4bd0bc61
+def _check_request(engine: str, num_draft, max_new_tokens, temperature, dtype: str):
+    "Refuse what no engine can do, before one is started."
+    if engine not in ("vllm", "sglang"):
+        raise ValueError(f"engine {engine!r}; expected 'vllm' or 'sglang'")
+    counts = {"num_draft": num_draft, "max_new_tokens": max_new_tokens}
+    if wrong := [f"{name} {value!r}" for name, value in counts.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1]:
+        raise ValueError(f"{', '.join(wrong)}; expected whole numbers from 1 on")
+    if not isinstance(temperature, int | float) or temperature < 0 or dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"temperature {temperature!r}, dtype {dtype!r}; expected 0 or more, and bfloat16, float16 or float32")
+
+
 def _served(engine: str, ready: dict, documents: list, events: list, done: dict, num_draft: int | None, found: Findings) -> Served:
     "Put events together."
     events = sorted(events, key=lambda event: event["index"])
@@ -141,7 +153,7 @@ def _served(engine: str, ready: dict, documents: list, events: list, done: dict,
     return Served(engine, ready.get("version", ""), num_draft, tuple(ready["captured"]), frame,
                   {name: event["tokens"] for name, event in zip(names, events)}, done.get("engine_seconds", float("nan")), found)
 
-# %% ../nbs/39_serving.ipynb #99f978a9
+# %% ../nbs/39_serving.ipynb #2fe99f66
 def parting(one: list, other: list) -> int | None:
     "The first place at which two answers differ; None where one is the beginning of the other."
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), None)
@@ -158,7 +170,7 @@ def margin(
     logits = model(torch.tensor([tokens], device=model.device)).logits[0, -1].float()
     return float(logits[one] - logits[other])
 
-# %% ../nbs/39_serving.ipynb #0f206af9
+# %% ../nbs/39_serving.ipynb #58c7986b
 def partings(
     plain: Served,        # without a drafter
     drafted: Served,      # with one, the same prompts

@@ -304,3 +304,13 @@ def test_import_is_light(repository):
     code = ("import sys, k2eagle.runs; heavy = {'torch', 'papermill', 'pydantic', 'pandas', 'matplotlib'} & set(sys.modules);"
             "assert not heavy, heavy; import k2eagle.plots; assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inputs_elsewhere_that_end_alike_are_told_apart(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "server.log").write_text("no log\n")
+    given = [{"source": str(tmp_path / folder / "server.log"), "out_dir": "outputs/x"} for folder in ("one", "two")]
+    first, second = map(runs._portable_values, given)
+    assert first["source"].startswith("server.log (") and first != second
+    assert runs._portable_values({"source": str(runs.project_root() / "nbs" / "index.ipynb")}) == {"source": "nbs/index.ipynb"}
