@@ -129,11 +129,15 @@ def test_killed_training_goes_on_from_its_checkpoint(unbroken, tmp_path):
     assert digests(whole / "work/drafter/drafter", "*") == digests(killed / "work/drafter/drafter", "*")
 
 
-def test_acceptance_run_repeats_the_figure_of_the_pipeline(unbroken, tmp_path):
+def test_acceptance_run_repeats_the_figure_of_the_pipeline_and_serves(unbroken, engine_python, tmp_path):
+    engine_python("vllm")
     finished = execute("acceptance", tmp_path / "acceptance", drafter=unbroken / "work/drafter/drafter",
-                       store=unbroken / "work/heldout", num_draft=3)
+                       store=unbroken / "work/heldout", num_draft=3, serve_in='["vllm"]', served_prompts=3, max_new_tokens=16)
     assert finished.returncode == 0, finished.stderr
-    lengths = runs.read_results(tmp_path / "acceptance")["accept_len"]
+    results = runs.read_results(tmp_path / "acceptance")
+    served, lengths = results["served"], results["accept_len"]
+    assert served["source"].tolist() == ["K = 3", "served by vllm 0.32.0"] and served["drafts"].iloc[1] > 10
+    assert results["findings"]["code"].tolist() == ["served-as-simulated"]
     assert lengths["num_draft"].tolist() == [1, 2, 3]
     assert lengths["accept_len"].iloc[-1] == pytest.approx(runs.read_results(unbroken)["report"]["accept_len"])
 
