@@ -276,6 +276,8 @@ def serve(
     **how,                      # of `serving.serve`: max_new_tokens, temperature, topk, dtype, engine_options …
 ) -> Acceptance:                # `.frame` has one row a request
     "Measure acceptance in an engine that serves the drafter."
+    if drafter is None:
+        raise ValueError("no drafter; expected the folder of its checkpoint (serving.serve answers without one)")
     return of_served(serving.serve(engine, prompts, folder, target, drafter, num_draft, seed=seed, **how), seed=seed)
 
 # %% ../nbs/41_accept.ipynb #6470821a

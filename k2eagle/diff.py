@@ -136,7 +136,10 @@ def acceptance_difference(
 # %% ../nbs/47_diff.ipynb #6a5595ae
 def _opened(store) -> Store:
     "A store, from itself or its path."
-    return open_store(store) if isinstance(store, (str, Path)) else store
+    store = open_store(store) if isinstance(store, (str, Path)) else store
+    if not hasattr(store, "manifest"):
+        raise ValueError(f"{repr(store):.60} is no store; expected a Store or the path of one")
+    return store
 
 
 def _own_floor(reference: Reference, tokens: int) -> Floor:

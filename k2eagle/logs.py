@@ -674,6 +674,9 @@ def read_log(
     num_draft_tokens: int | None = None,  # SGLang's D, where you know it and the log does not say
 ) -> pd.DataFrame:                        # one row a log line, see above; `.attrs["log"]` says what was found, `describe_log` shows it
     "Read acceptance from a log of SGLang or vLLM."
+    if not isinstance(source, str | bytes | bytearray | Path) or (num_draft_tokens is not None and num_draft_tokens < 2):
+        raise ValueError(f"source {repr(source):.40}, num_draft_tokens {num_draft_tokens!r}; expected a path or text, and SGLang's number of "
+                         "draft tokens, 2 or more: it counts the verified one")
     with _open(source) as (stream, name, size, latest):
         state = _State(latest)
         head = stream.read(1 << 16)
