@@ -234,7 +234,7 @@ _SAYINGS = {  # code: severity, message, fix; {side} and {other} are the labels
     "leading-tokens": ("error", "{side} lacks leading tokens that {other} has, so all its states saw another text",
                        "compare the first tokens of both; give both engines the same token ids"),
     "template-differs": ("error", "{side} and {other} part within the prompt; only the tokens before that are compared",
-                         "use one chat template, or give both engines the same token ids"),
+                         "use one chat template, or give both engines the same token ids; were different conversations captured, capture both from one list"),
     "answer-differs": ("warning", "{side} and {other} part within the answer; only the tokens before that are compared",
                        "capture both from one set of answers"),
     "truncated": ("warning", "{side} ends before {other}; the rest is not compared",

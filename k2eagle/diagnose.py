@@ -26,7 +26,7 @@ from . import layers, targets
 from .capture import load_model
 from .faults import RANKS, Held, Recording, Rows, normed, quantise, record, rows_of, slots
 from .findings import Finding, Findings
-from .measure import Floor, bucket, estimate, post_norm
+from .measure import Floor, bucket, coarser, estimate, post_norm
 
 # %% ../nbs/46_diagnose.ipynb #918de41c
 MEASURED = 512  # rows, about, from which things are taken that need no more
@@ -1247,7 +1247,7 @@ def _sides(evidence: Evidence, reference: Reference | None) -> list:  # of (Side
 def _levels(floor: Floor | None, reference: Reference | None, evidence: Evidence) -> dict:  # slot -> `Level`
     "The floor to judge by: the one given, else the target's own, else an estimate."
     aux = tuple(int(slot) for slot in evidence.right if slot != "last")
-    guessed = levels_of(estimate(aux, evidence.num_layers, "bfloat16"))
+    guessed = levels_of(estimate(aux, evidence.num_layers, coarser(*(about.get("dtype") for about in evidence.about))))
     own = reference.levels if reference else {}
     given = levels_of(floor) if floor else {}
     found = dict(reference.near) if reference and not given else {}

@@ -21,7 +21,7 @@ from .align import Alignment, align
 from .diagnose import Reference, diagnose, gather, refer
 from .files import write_atomic, write_json
 from .findings import Finding, Findings
-from .measure import FLOOR_COLUMNS, Floor, estimate, floor, measure, post_norm
+from .measure import FLOOR_COLUMNS, Floor, coarser, estimate, floor, measure, post_norm
 from .store import Store, open_store
 
 # %% ../nbs/47_diff.ipynb #acb68a4c
@@ -164,8 +164,7 @@ def _known_floor(noise, head=None) -> Floor:
 
 def _guessed_floor(a, b, boundaries: tuple) -> Floor:
     "An estimate for the coarser dtype of two stores."
-    used = (a.manifest.dtype, b.manifest.dtype)
-    return estimate(boundaries, a.manifest.num_layers, next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in used))
+    return estimate(boundaries, a.manifest.num_layers, coarser(a.manifest.dtype, b.manifest.dtype))
 
 # %% ../nbs/47_diff.ipynb #7f7eb87c
 def _floor_findings(known: Floor, boundaries: pd.DataFrame) -> list:

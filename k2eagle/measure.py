@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'EVERY', 'METRICS', 'FLOOR_COLUMNS', 'RowKernel', 'metrics', 'Histogram', 'bucket', 'span', 'Floor',
-           'estimate', 'post_norm', 'Measured', 'measure', 'floor']
+           'coarser', 'estimate', 'post_norm', 'Measured', 'measure', 'floor']
 
 # %% ../nbs/44_measure.ipynb #4ec2873f
 import json
@@ -309,6 +309,11 @@ class Floor:
 
 # %% ../nbs/44_measure.ipynb #0b003dfc
 _ROUNDING = {"bfloat16": 2.0 ** -9, "float16": 2.0 ** -12, "float32": 2.0 ** -25}  # largest relative error of one
+
+
+def coarser(*dtypes) -> str:
+    "Return the coarsest dtype among those known; bfloat16 where none is."
+    return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in dtypes), "bfloat16")
 
 
 def estimate(
