@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from . import jobs, layers, targets, text
-from .capture import _options_for, load_model
+from .capture import options_for, load_model
 from .files import read_json
 from .findings import Finding, Findings
 from .progress import bar
@@ -117,7 +117,7 @@ def serve(
     config = read_json(drafter / "config.json") if drafter else {}
     speculation = jobs.Speculation(str(drafter), num_draft, topk, num_draft_tokens) if drafter else None
     documents = prompt_documents(prompts, target)
-    job = jobs.job("answer", target, documents, (), dtype, _options_for(engine, engine_options, None), max_new_tokens, temperature, seed, speculation)
+    job = jobs.job("answer", target, documents, (), dtype, options_for(engine, engine_options, None), max_new_tokens, temperature, seed, speculation)
     events, progress = [], bar(len(documents), "prompt", f"served by {engine}")
     with jobs.at_work(engine, job, Path(folder), patience_s) as worker:
         ready = worker.wait()

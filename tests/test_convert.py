@@ -3,8 +3,8 @@
 Run alone with: python -m pytest tests/test_convert.py
 """
 import json
-import os
 import subprocess
+import sys
 from pathlib import Path
 
 import drafter_layouts
@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from k2eagle import capture, checkpoint, convert, engines, lint, targets, text, train
+from k2eagle import capture, checkpoint, convert, lint, serving, targets, text, train
+from k2eagle.jobs import EngineError
 
 BOUNDARIES = (4, 12, 26)  # not the default, so a reader that does not find them is noticed
 SERVED = {"vllm": ("original", "speculators", "back", "specforge"), "sglang": ("original", "modelopt")}  # a start of SGLang takes half a minute
@@ -40,34 +41,34 @@ def converted(trained) -> dict:
     return folders
 
 
-def serve(engine, folders, python, folder):
-    "What an engine accepts with each drafter, in the order given: tokens, drafts and accepted."
-    tokenizer = text.load_tokenizer(targets.default_target())
-    prompts = [text.prompt_tokens(tokenizer, prompt.text) for prompt in text.prompts(4, "train")]
-    job = {"engine": engine, "target": str(targets.default_target()), "drafters": [str(one) for one in folders], "prompts": prompts, "tokens": 24}
-    (folder / "job.json").write_text(json.dumps(job))
-    around = {**os.environ, **engines.surroundings(engine), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([python, Path(__file__).parent / "serve_drafters.py", folder / "job.json", folder / "out.json"], env=around,
-                          capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads((folder / "out.json").read_text()).values())
+def serve(engine, drafter, folder):
+    "What an engine answers and counts with a drafter, one prompt at a time."
+    return serving.serve(engine, text.prompts(4, "train"), folder, drafter=drafter, max_new_tokens=24, dtype="float32",
+                         engine_options={"device": "cpu", "batch_documents": 1})
+
+
+def counted(served) -> tuple:
+    "Accepted drafts and verify steps."
+    return int(served.frame.accepted.sum()), int(served.frame.drafts.sum())
 
 
 @pytest.mark.parametrize("engine", SERVED)
 def test_a_converted_drafter_accepts_the_same_in_the_real_engine(engine, converted, engine_python, tmp_path):
-    names = SERVED[engine]
-    seen = dict(zip(names, serve(engine, [converted[name] for name in names], engine_python(engine), tmp_path)))
-    print({name: (one["accepted"], one["drafts"]) for name, one in seen.items()})
-    assert seen["original"]["accepted"] > 5, "nothing was accepted, so nothing was compared"
+    engine_python(engine)
+    seen = {name: serve(engine, converted[name], tmp_path / name) for name in SERVED[engine]}
+    original = seen.pop("original")
+    assert counted(original)[0] > 5, "nothing was accepted, so nothing was compared"
+    assert original.captured == BOUNDARIES
     runner = "vllm-v1" if engine == "vllm" else "sglang"  # vLLM's runner on a CPU
-    for name in names[1:]:
+    for name, one in seen.items():
         found = lint.lint(converted[name], "default", runner)
-        assert seen[name]["tokens"] == seen["original"]["tokens"], "speculation must not change what the target says"
+        assert one.answers == original.answers, "speculation must not change what the target says"
         if found.worst == "error":  # specforge's ids in vLLM's V1 runner: one layer early, as the linter says
-            assert [one.code for one in found if one.severity == "error"] == ["layers-differ"]
-            assert seen[name]["accepted"] != seen["original"]["accepted"]
+            assert [finding.code for finding in found if finding.severity == "error"] == ["layers-differ"]
+            assert one.captured == tuple(boundary - 1 for boundary in BOUNDARIES)
+            assert counted(one) != counted(original)
         else:
-            assert (seen[name]["accepted"], seen[name]["drafts"]) == (seen["original"]["accepted"], seen["original"]["drafts"]), name
+            assert one.captured == BOUNDARIES and one.frame.equals(original.frame), name
 
 
 @pytest.mark.exhaustive
@@ -82,10 +83,11 @@ def test_vllm_refuses_the_map_of_a_whole_vocabulary(trained, engine_python, tmp_
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": size}))
     assert [one.code for one in lint.lint(folder, "default", "vllm-v1") if one.severity == "error"] == ["d2t-whole"]
-    with pytest.raises(AssertionError, match="no module or parameter named 'draft_id_to_target_id'"):
-        serve("vllm", [folder], engine_python("vllm"), tmp_path)
+    engine_python("vllm")
+    with pytest.raises(EngineError, match="no module or parameter named 'draft_id_to_target_id'"):
+        serve("vllm", folder, tmp_path / "refused")
     fixed = lint.fix(folder, tmp_path / "fixed", "default")
-    assert serve("vllm", [fixed], engine_python("vllm"), tmp_path)[0]["drafts"] > 0
+    assert counted(serve("vllm", fixed, tmp_path / "served"))[1] > 0
 
 
 def test_several_files_become_one(trained, tmp_path):
@@ -119,6 +121,6 @@ def test_a_disk_that_fills_leaves_nothing(trained, tmp_path):
     script = ("import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
               "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
               f"from k2eagle.convert import convert; convert({str(trained)!r}, {str(tmp_path / 'out')!r}, 'modelopt', 'default')")
-    failed = subprocess.run([os.sys.executable, "-c", script], capture_output=True, text=True)
+    failed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert failed.returncode != 0 and "File too large" in failed.stderr
     assert list(tmp_path.iterdir()) == []

@@ -28,6 +28,25 @@ def test_a_log_becomes_one_convention(log, accept_len, rate, definition, tmp_pat
     assert (tmp_path / "out" / "over_time.png").stat().st_size > 5000
 
 
+METRICS = "".join(f'vllm:spec_decode_num_{name} {value}\n' for name, value in (
+    ('drafts_total{engine="0"}', 100.0), ('draft_tokens_total{engine="0"}', 300.0), ('accepted_tokens_total{engine="0"}', 65.0),
+    *((f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}', value) for place, value in enumerate((41.0, 17.0, 7.0)))))
+
+
+def test_a_metrics_page_is_read_where_it_is_no_log(tmp_path):
+    (tmp_path / "metrics.txt").write_text(METRICS)
+    runs.run("log", out=tmp_path / "out", source=str(tmp_path / "metrics.txt"))
+    results = runs.read_results(tmp_path / "out")
+    assert results["accept_len"].iloc[0].accept_len == pytest.approx(1.65) and results["positions"]["share"].tolist() == [0.41, 0.17, 0.07]
+
+
+def test_two_engines_in_one_log_are_pooled_apart_and_only_one_is_an_estimate(tmp_path):
+    (tmp_path / "both.log").write_text(SGLANG_058 + VLLM)
+    runs.run("log", out=tmp_path / "out", source=str(tmp_path / "both.log"))
+    pooled = runs.read_results(tmp_path / "out")["accept_len"].set_index("source").accept_len
+    assert pooled.round(2).to_dict() == {"sglang (weighted by running requests)": 1.0, "vllm": 1.45}
+
+
 def test_what_is_neither_log_nor_counters_is_refused_with_both_reasons(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing about drafts here\n")
     with pytest.raises(RuntimeError, match="as a log, .*as counters, "):

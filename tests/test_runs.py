@@ -306,11 +306,13 @@ def test_import_is_light(repository):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_inputs_elsewhere_that_end_alike_are_told_apart(tmp_path):
+def test_inputs_elsewhere_that_end_alike_are_told_apart(tmp_path, monkeypatch):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "server.log").write_text("no log\n")
     given = [{"source": str(tmp_path / folder / "server.log"), "out_dir": "outputs/x"} for folder in ("one", "two")]
     first, second = map(runs._portable_values, given)
     assert first["source"].startswith("server.log (") and first != second
+    monkeypatch.chdir(tmp_path)  # the kernel and whoever started it stand in different folders
+    assert [runs._portable_values(one) for one in given] == [first, second]
     assert runs._portable_values({"source": str(runs.project_root() / "nbs" / "index.ipynb")}) == {"source": "nbs/index.ipynb"}
