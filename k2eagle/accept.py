@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from scipy import stats
 from torch.nn.utils.rnn import pad_sequence
 
-from . import serving
+from . import serving, targets
 from .drafter import draft
 from .findings import Finding, Findings
 from .layers import default_boundaries
 from .logs import read_log
+from .rejection import draft_chances, kept_by_rule, target_chances
+from .tree import draft_tree, kept_depth, tree_size
 
 # %% ../nbs/41_accept.ipynb #c101d35c
 @dataclass(frozen=True)
@@ -187,38 +189,75 @@ def _pad(documents: list, device) -> tuple:
     return hidden.to(device), tokens.to(device)
 
 
+def _right(guesses: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    "Which guesses (B, T, K) are what the documents say; walk() stops short of where this wraps around."
+    return guesses == torch.stack([torch.roll(tokens, -2 - k, 1) for k in range(guesses.shape[-1])], -1)
+
+
+def _rule(drafter, store, num_draft: int, temperature: float, target, seed: int):
+    "What keeps sampled drafts, as a function of (documents, hidden, tokens)."
+    head = targets.head(target or store.manifest.model).to(drafter.fc.weight.device)
+    dice, pre_norm = torch.Generator().manual_seed(seed), store.manifest.last_norm == "pre_norm"
+
+    def keep(documents, hidden, tokens):
+        given = [target_chances(document.last.to(tokens.device), row[:len(document.tokens)], head, pre_norm, temperature)
+                 for document, row in zip(documents, tokens)]
+        return kept_by_rule(pad_sequence(given, batch_first=True), draft_chances(drafter, hidden, tokens, num_draft, temperature), dice)
+
+    return keep
+
+# %% ../nbs/41_accept.ipynb #b99e4441
+def _keeper(drafter, store, num_draft: int, temperature: float, topk: int, num_draft_tokens: int, draft_sample_method: str, target, seed: int):
+    "What says which drafts are kept: (documents, hidden, tokens) -> (B, T, K) bool."
+    if draft_sample_method not in ("greedy", "probabilistic"):
+        raise ValueError(f"draft_sample_method {draft_sample_method!r}; expected 'greedy' or 'probabilistic'")
+    if draft_sample_method == "probabilistic" and temperature:
+        if topk > 1 or store.manifest.last_norm == "absent":
+            raise ValueError(f"sampled drafts with topk {topk} from a store whose last states are {store.manifest.last_norm}; expected a chain, "
+                             "and last hidden states to compute the target's probabilities from")
+        return _rule(drafter, store, num_draft, temperature, target, seed)
+    if topk == 1:
+        return lambda documents, hidden, tokens: _right(draft(drafter, hidden, tokens, num_draft), tokens)
+    depths = torch.arange(num_draft, device=drafter.fc.weight.device)
+    return lambda documents, hidden, tokens: kept_depth(
+        draft_tree(drafter, hidden, tokens, num_draft, topk, num_draft_tokens), tokens, num_draft).unsqueeze(-1) > depths
+
+# %% ../nbs/41_accept.ipynb #0947815f
 def simulate(
     drafter,                    # a `Drafter`
     store,                      # a `Store` of documents the target wrote
-    num_draft: int = 3,         # K, draft tokens a step
+    num_draft: int = 3,         # K, draft tokens a step, or the depth of a tree
     temperature: float = 0.0,   # of the answers in the store
     documents=None,             # indices to use; all of them by default
     batch_tokens: int = 4096,   # tokens at a time: memory against speed
     source: str = "simulated",  # label for tables and charts
-    seed: int = 0,              # of the bootstrap
+    seed: int = 0,              # of the bootstrap, and of sampled drafts
+    topk: int = 1,              # 1 drafts a chain; more a tree, as SGLang does
+    num_draft_tokens: int | None = None,   # of a tree, its root included; a chain has num_draft + 1
+    draft_sample_method: str = "greedy",   # 'greedy' | 'probabilistic', as vLLM names them
+    target=None,                # checkpoint, for sampled drafts; the store's own by default
 ) -> Acceptance:                # `.frame` has one row a document
     "Measure acceptance offline, walking the documents as decoding would."
     check_fit(drafter, store.manifest, num_draft, temperature)
-    device, rows = drafter.fc.weight.device, []
-    for batch in store.batches(batch_tokens, documents=documents):
-        hidden, tokens = _pad(batch, device)
-        guesses = draft(drafter, hidden, tokens, num_draft)
-        ahead = torch.stack([torch.roll(tokens, -2 - k, 1) for k in range(num_draft)], -1)  # walk() stops short of the wrap
-        correct = (guesses == ahead).cpu().numpy()
-        rows += [_count(document, correct[i, :len(document.tokens)]) for i, document in enumerate(batch)]
+    size = tree_size(num_draft, topk, num_draft_tokens)
+    keep = _keeper(drafter, store, num_draft, temperature, topk, size, draft_sample_method, target, seed)
+    rows = []
+    for batch in store.batches(max(1, batch_tokens // topk), documents=documents):
+        correct = keep(batch, *_pad(batch, drafter.fc.weight.device)).cpu().numpy()
+        rows += [_count(document, correct[i, :len(document.tokens)], size - 1) for i, document in enumerate(batch)]
     measured = summarize(pd.DataFrame(rows, columns=serving.count_columns(num_draft)), num_draft, source, seed=seed)
     if not measured.drafts:
         raise ValueError(f"no answer has room for a step of {num_draft} draft tokens; take a smaller num_draft or longer answers")
     return measured
 
-# %% ../nbs/41_accept.ipynb #b99e4441
-def _count(document, correct: np.ndarray) -> dict:
-    "The counts of one document."
+# %% ../nbs/41_accept.ipynb #485d5583
+def _count(document, correct: np.ndarray, nodes: int) -> dict:
+    "The counts of one document, with so many tokens proposed a step."
     kept, num_draft = walk(correct, document.loss_mask.numpy()), correct.shape[1]
     reached = [sum(k <= count for count in kept) for k in range(1, num_draft + 1)]
-    return dict(zip(serving.count_columns(num_draft), [document.id, len(kept), num_draft * len(kept), sum(kept), *reached]))
+    return dict(zip(serving.count_columns(num_draft), [document.id, len(kept), nodes * len(kept), sum(kept), *reached]))
 
-# %% ../nbs/41_accept.ipynb #485d5583
+# %% ../nbs/41_accept.ipynb #6fc477b9
 @torch.no_grad()
 def decode(
     model,                 # a Hugging Face causal LM
@@ -248,7 +287,7 @@ def decode(
     answer = tokens[len(prompt):][:max_new_tokens]
     return (answer[:answer.index(stop) + 1] if stop in answer else answer), kept
 
-# %% ../nbs/41_accept.ipynb #94696d45
+# %% ../nbs/41_accept.ipynb #3bd3ac33
 def of_served(
     served: serving.Served,
     confidence: float = 0.95,
@@ -275,30 +314,43 @@ def serve(
         raise ValueError("no drafter; expected the folder of its checkpoint (serving.serve answers without one)")
     return of_served(serving.serve(engine, prompts, folder, target, drafter, num_draft, seed=seed, **how), seed=seed)
 
-# %% ../nbs/41_accept.ipynb #6470821a
+# %% ../nbs/41_accept.ipynb #a6c0330c
+def _resampled(one: Acceptance, seed: int) -> np.ndarray:
+    "Accept lengths as they might have come out; NaN where nothing tells the spread."
+    if one.frame is not None and len(one.frame) > 1:
+        return 1 + resampled_ratios(*(one.frame[name].to_numpy(float) for name in ("accepted", "drafts")), seed)
+    if not one.kept:
+        return np.full(2000, np.nan)
+    exactly = -np.diff([one.drafts, *one.kept, 0])  # steps that kept 0, 1, … K
+    drawn = np.random.default_rng(seed).multinomial(one.drafts, exactly / one.drafts, size=2000)
+    return 1 + drawn @ np.arange(len(exactly)) / one.drafts
+
+
 def served_gap(
-    simulated: Acceptance,      # with `.frame`, as `simulate` gives it
-    served: Acceptance,         # with `.frame`, as `serve` gives it
+    simulated: Acceptance,      # as `simulate` gives it
+    served: Acceptance,         # as `serve` gives it
     confidence: float = 0.95,
     seed: int = 0,
-) -> tuple:                     # (difference of the accept lengths, low, high); NaN bounds with fewer than two rows a side
+) -> tuple:                     # (difference of the accept lengths, low, high); NaN bounds where nothing tells the spread
     "How much longer served steps are than simulated ones."
-    if any(one.frame is None or not one.drafts for one in (simulated, served)):
-        raise ValueError(f"{simulated.source} or {served.source} has no counts by request; expected what simulate, serve or summarize returned")
-    gap = served.accept_len - simulated.accept_len
-    if min(len(simulated.frame), len(served.frame)) < 2:
-        return gap, float("nan"), float("nan")
-    draws = [resampled_ratios(*(one.frame[name].to_numpy(float) for name in ("accepted", "drafts")), seed + side)
-             for side, one in enumerate((simulated, served))]
-    low, high = np.nanquantile(draws[1] - draws[0], [(1 - confidence) / 2, (1 + confidence) / 2])
-    return gap, float(low), float(high)
+    if not (simulated.drafts and served.drafts):
+        raise ValueError(f"{simulated.source} has {simulated.drafts} verify steps, {served.source} {served.drafts}; expected some of both")
+    draws = _resampled(served, seed + 1) - _resampled(simulated, seed)
+    if np.isnan(draws).all():
+        return served.accept_len - simulated.accept_len, float("nan"), float("nan")
+    low, high = np.nanquantile(draws, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return served.accept_len - simulated.accept_len, float(low), float(high)
 
-
+# %% ../nbs/41_accept.ipynb #bcd21155
 def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> Findings:
     "Say whether an engine accepts what the simulation promised."
     if simulated.num_draft != served.num_draft:
         raise ValueError(f"simulated with K = {simulated.num_draft}, served with K = {served.num_draft}; a longer step keeps more: compare equal K")
     gap, low, high = served_gap(simulated, served, seed=seed)
+    proposed = [round(one.drafted / one.drafts) for one in (simulated, served)]  # near an answer's end engines draft less
+    if proposed[0] != proposed[1]:
+        raise ValueError(f"simulated with {proposed[0]} tokens proposed a step, served with {proposed[1]}; compare a chain with a chain, and a "
+                         "tree with one of its size")
     proof = (f"accept length {served.accept_len:.2f} against {simulated.accept_len:.2f}: {gap:+.2f} [{low:+.2f}, {high:+.2f}], "
              f"{served.drafts:,} and {simulated.drafts:,} verify steps")
     if high < 0:

@@ -58,7 +58,7 @@ def generate(
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         output = model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=max_new_tokens, **sampling,

@@ -54,9 +54,9 @@ def draft_chances(
 def kept_by_rule(
     target: torch.Tensor,   # (B, T), from `target_chances`
     drafted: torch.Tensor,  # (B, T, K), from `draft_chances`
-    seed: int = 0,          # of the dice
+    dice: torch.Generator,  # on the CPU, so that every device throws the same
 ) -> torch.Tensor:          # (B, T, K) bool: is the draft for token i + 2 + k kept, if those before it were?
     "Throw the dice of the rejection rule for every position and draft."
     said = torch.stack([shifted(target, 2 + k) for k in range(drafted.shape[-1])], -1)
-    dice = torch.rand(drafted.shape, generator=torch.Generator().manual_seed(seed)).to(drafted.device)
-    return dice * said < drafted
+    thrown = torch.rand(drafted.shape, generator=dice).to(drafted.device)
+    return thrown * said < drafted
