@@ -25,23 +25,24 @@ import pandas as pd
 from .findings import Finding, Findings
 
 # %% ../nbs/37_logs.ipynb #eaa8ef90
-_NUMBER = rb"(\d[\d,]*(?:\.\d+)?|nan|inf)"
-_FIELDS = {name: re.compile(pattern.replace(b" ", rb"\s*").replace(b"NUM", _NUMBER)) for name, pattern in {
-    "running": rb"#running-req: NUM(?=[,.]\D)",  # sglang 0.5.23, metrics_reporter.py, and back to 0.4.6
-    "accept_len": rb"(?<!block.)accept len: NUM,",
-    "rate": rb"accept rate: NUM,",
-    "throughput": rb"gen throughput \(token/s\): NUM,",
-    "mean": rb"Mean acceptance length: NUM,",  # vllm 0.32.0, v1/spec_decode/metrics.py, and back to 0.8.5
-    "accepted": rb"Accepted: NUM tokens",
-    "drafted": rb"Drafted: NUM tokens",
+_COUNT = rb"\d{1,3}(?:,\d{3})+|\d+"
+_PARTS = {b" ": rb"\s*", b"COUNT": rb"(" + _COUNT + rb")", b"NUM": rb"((?:" + _COUNT + rb")(?:\.\d+)?|nan|inf)", b"END": rb",(?=\D)"}
+_FIELDS = {name: re.compile(re.sub(rb" |COUNT|NUM|END", lambda part: _PARTS[part[0]], pattern)) for name, pattern in {
+    "running": rb"#running-req: COUNT(?=[,.]\D)",  # sglang 0.5.23, metrics_reporter.py, and back to 0.4.6
+    "accept_len": rb"(?<!block.)accept len: NUMEND",
+    "rate": rb"accept rate: NUMEND",
+    "throughput": rb"gen throughput \(token/s\): NUMEND",
+    "mean": rb"Mean acceptance length: NUMEND",  # vllm 0.32.0, v1/spec_decode/metrics.py, and back to 0.8.5
+    "accepted": rb"Accepted: COUNT tokens",
+    "drafted": rb"Drafted: COUNT tokens",
     "percent": rb"Draft acceptance rate: NUM%",
     "positions": rb"Per-position acceptance rate: ((?:\d\.\d\d\d|nan)(?:, (?:\d\.\d\d\d|nan))*)(?!\d|, ?\d)",
-    "v0_rate": rb"Draft acceptance rate: NUM,",  # vllm 0.6.3, engine/metrics.py
-    "v0_draft": rb"Number of speculative tokens: NUM,",
-    "v0_drafted": rb"Number of draft tokens: NUM,",
-    "v0_emitted": rb"Number of emitted tokens: NUM\.",
+    "v0_rate": rb"Draft acceptance rate: NUMEND",  # vllm 0.6.3, engine/metrics.py
+    "v0_draft": rb"Number of speculative tokens: COUNTEND",
+    "v0_drafted": rb"Number of draft tokens: COUNTEND",
+    "v0_emitted": rb"Number of emitted tokens: COUNT\.",
     "generation": rb"Avg generation throughput: NUM tokens/s",
-    "requests": rb"Running: NUM reqs",
+    "requests": rb"Running: COUNT reqs",
 }.items()}
 
 
@@ -53,7 +54,7 @@ def _value(message: bytes, name: str) -> float:
 
 def _number(text: bytes) -> float:
     "A number with or without thousands commas."
-    return float(text) if b"," not in text else float(text.rstrip(b",").replace(b",", b""))
+    return float(text.replace(b",", b""))
 
 # %% ../nbs/37_logs.ipynb #d32c7a53
 _COLOUR = re.compile(rb"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\r\n]{0,80}(?:\x07|\x1b\\)")
