@@ -133,7 +133,7 @@ class _State:
         time="q", line="q", engine="b", rank="h", section="i", accept_len="d", rate="d", running="d", throughput="d").items()})
     counts: dict = field(default_factory=lambda: {name: array(code) for name, code in dict(
         row="q", steps="d", drafted="d", accepted="d", certain="b", width="b", shares="d").items()})  # of vLLM's rows
-    waiting: list = field(default_factory=list)   # ordinary lines not yet taken apart, of one engine
+    waiting: list = field(default_factory=lambda: [[], []])  # ordinary lines not yet taken apart, of SGLang or of vLLM
     ranks: dict = field(default_factory=dict)     # name to number
     sections: list = field(default_factory=lambda: [_Section()])
     load: tuple = (-10, _NAN, _NAN)  # vLLM's last throughput line: where, tokens/s, requests
@@ -244,7 +244,7 @@ _MARKS = (b"Decode batch", b"accept len", b"SpecDecoding metrics", b"Speculative
           b"speculative_num_draft_tokens")
 _MESSAGE = re.compile(rb"Decode batch|SpecDecoding metrics:|Speculative metrics:")
 _MENTION = re.compile(rb"(?<!block )accept len:|SpecDecoding metrics:|Speculative metrics:")
-_FRESH = re.compile(rb"[^\[]{0,60}(?:\[\d{4}-\d\d-\d\d |(?:DEBUG|INFO|WARNING|ERROR) \d\d-\d\d )|Traceback|\s*$")
+_FRESH = re.compile(rb"[^\[\n]{0,60}(?:\[\d{4}-\d\d-\d\d |(?:DEBUG|INFO|WARNING|ERROR) \d\d-\d\d )|Traceback|[^\S\n]*$")
 _PLAIN_SGLANG = re.compile(  # a message as it is written: most of them
     rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,6})?)((?: [A-Z][A-Z_]*\d+)*)\] Decode batch[.,]?(?: \[\d+\],?)? "
     rb"#running-req: (\d+), (?:[^a,\x1b\r\n][^,\x1b\r\n]*, )*accept len: (\d+\.\d+), (?:accept rate: (\d+\.\d+), )?"
@@ -253,6 +253,7 @@ _PLAIN_VLLM = re.compile(
     rb"(?:\((\w+) pid=\d+\) )?INFO (\d\d-\d\d \d\d:\d\d:\d\d) \[[\w.]+:\d+\] SpecDecoding metrics: Mean acceptance length: (\d+\.\d+), "
     rb"(?:\w+ throughput: \d+\.\d+ tokens/s, )*Accepted: (\d+) tokens, Drafted: (\d+) tokens, Per-position acceptance rate: "
     rb"((?:\d\.\d\d\d, )+)Avg Draft acceptance rate: (\d+\.\d+)%\r?")
+_CUT = re.compile(rb"Decode batch(?![^\n]*#queue-req: )")  # a message of SGLang's that goes on in the next line, or is lost
 
 # %% ../nbs/37_logs.ipynb #cb90bbcb
 def _starts(block: bytes) -> list:
@@ -273,17 +274,20 @@ def _blocks(stream, size: int):
     while data := stream.read(size):
         rest += data
         cut = len(rest)
-        for _ in range(5):  # hold lines back, a wrapped message may go on in them
+        for _ in range(5):
             cut = max(rest.rfind(b"\n", 0, cut), 0)
-        if cut or len(rest) > 4 * size:
-            cut = cut + 1 if cut else len(rest)
+        last = max(rest.rfind(mark, max(0, cut - 2000), cut) for mark in (b"Decode batch", b"SpecDecoding metrics:"))
+        if last >= 0 and rest.count(b"\n", last, cut) < 3:
+            cut = rest.rfind(b"\n", 0, last)
+        if cut > 0 or len(rest) > 1 << 24:
+            cut = cut + 1 if cut > 0 else len(rest)
             yield rest[:cut], rest[cut:]
             rest = rest[cut:]
     if rest:
         yield rest, b""
 
 # %% ../nbs/37_logs.ipynb #1dbfdf90
-def _scan(stream, state: _State, size: int = 1 << 22):
+def _scan(stream, state: _State, size: int = 1 << 17):
     "Read all blocks of a stream."
     skip = 0  # bytes of this block that the last message of the block before went on in
     for block, ahead in _blocks(stream, size):
@@ -295,15 +299,36 @@ def _scan(stream, state: _State, size: int = 1 << 22):
                 continue
             end = block.find(b"\n", start)
             end = len(block) if end < 0 else end
-            plain = _PLAIN_VLLM.fullmatch(block, start, end)
-            if plain:
-                state.waiting.append((*plain.groups(), number + 1, *_load(number + 1, state)))
-            elif not _read_load(block[start:end], number + 1, state):
-                _flush_vllm(state)
+            if not _put_aside(block[start:end], number + 1, state) and not _read_load(block[start:end], number + 1, state):
+                _flush(state)
                 used = end + _read_line(block[start:end], number + 1, state, lambda end=end: (block[end + 1:end + 2000] + ahead)[:2000])
-        _flush_vllm(state)
+        _flush(state)
         skip = max(0, used - len(block))
         state.lines += block.count(b"\n") + (not ahead and not block.endswith(b"\n"))
+
+
+def _put_aside(text: bytes, line: int, state: _State) -> bool:
+    "Keep a line that is ordinary, to be taken apart with others."
+    found, engine = _PLAIN_VLLM.fullmatch(text), _VLLM
+    if not found and text.count(_MARKS[0]) == text.count(_MARKS[1]) == 1 and not any(mark in text for mark in _MARKS[2:]):
+        found, engine = _PLAIN_SGLANG.search(text), _SGLANG
+    if not found:
+        return False
+    if state.waiting[1 - engine]:
+        _flush(state)
+    state.waiting[engine].append((found.groups(), line, _load(line, state)))
+    return True
+
+
+def _flush(state: _State):
+    "Add the lines that were put aside."
+    sglang, vllm = state.waiting
+    state.waiting = [[], []]
+    if sglang:
+        groups, lines, _ = zip(*sglang)
+        _add_sglang(groups, lines, state)
+    if vllm:
+        _add_vllm(*zip(*vllm), state)
 
 
 def _read_load(text: bytes, line: int, state: _State) -> bool:
@@ -319,21 +344,42 @@ def _scan_plain(block: bytes, state: _State) -> bool:
     "Add the rows of a block that has ordinary decode lines of SGLang only; False where it has anything else."
     if any(block.find(mark) >= 0 for mark in _MARKS[2:]):
         return False
-    found = _PLAIN_SGLANG.findall(block)
-    if not len(found) == block.count(_MARKS[0]) == block.count(_MARKS[1]):
-        return False
-    if found:
-        letters = np.frombuffer(block, np.uint8)
-        at = np.flatnonzero(letters[:-11] == ord("D"))  # where the messages are: quicker than one match object each
-        at = at[(letters[at + 5] == ord("e")) & (letters[at + 6] == ord(" ")) & (letters[at + 7] == ord("b")) & (letters[at + 11] == ord("h"))]
-        if len(at) != len(found):
-            at = [match.start() for match in re.finditer(_MARKS[0], block)]
-        lines = np.searchsorted(np.flatnonzero(letters == ord("\n")), at) + state.lines + 1
-        _add_plain(found, lines, state)
-    return True
+    for form in _forms(block):
+        found = () if _CUT.match(form, max(form.find(_MARKS[0]), 0)) else _PLAIN_SGLANG.findall(form)
+        if len(found) == form.count(_MARKS[0]) == form.count(_MARKS[1]):
+            if found:
+                _add_sglang(found, _message_lines(form, len(found)) + state.lines + 1, state)
+            return True
+    return False
+
+
+def _forms(block: bytes):
+    "Yield the block, then without colours and with one, two, three lines joined to messages that lack their end; line breaks go behind, marked."
+    yield block
+    if b"\x1b" in block:
+        block = re.sub(rb"\x1b\[[0-9;]*m", b"", block)
+        yield block
+    for _ in range(3):
+        cut = _CUT.search(block)
+        if not cut:
+            return
+        lead = _lead(block[block.rfind(b"\n", 0, cut.start()) + 1:cut.start()])
+        next_line = rb"((?:\r?\n\f)*\r?\n)%b(?!Traceback|[^\n]* \d\d-\d\d |[^\S\n]*$)([^\n\r\x1b\[]*)(?=\r?$)" % re.escape(lead)
+        block = re.sub(rb"(" + _CUT.pattern + rb"[^\n\r\x1b]*)" + next_line, lambda found: found[1] + found[3] + found[2] + b"\f", block, flags=re.M)
+        yield block
 
 # %% ../nbs/37_logs.ipynb #374341d7
-def _add_plain(groups: list, lines: np.ndarray, state: _State):
+def _message_lines(block: bytes, count: int) -> np.ndarray:
+    "In which line of a block each of its decode messages stands, from 0."
+    letters = np.frombuffer(block, np.uint8)
+    at = np.flatnonzero(letters[:-11] == ord("D"))  # quicker than one match object each
+    at = at[(letters[at + 5] == ord("e")) & (letters[at + 6] == ord(" ")) & (letters[at + 7] == ord("b")) & (letters[at + 11] == ord("h"))]
+    if len(at) != count:
+        at = [match.start() for match in re.finditer(_MARKS[0], block)]
+    return np.searchsorted(np.flatnonzero(letters == ord("\n")), at)
+
+
+def _add_sglang(groups: list, lines, state: _State):
     "Add ordinary decode lines of SGLang."
     stamps, ranks, running, accept_len, rate, throughput = zip(*groups)
     count, known = len(lines), {name: state.rank(name.decode().strip()) for name in dict.fromkeys(ranks)}
@@ -347,12 +393,10 @@ def _extend(state: _State, *columns):
         own.extend(values)
 
 
-def _flush_vllm(state: _State):
-    "Add the ordinary lines of vLLM that were put aside."
-    if not state.waiting:
-        return
-    processes, stamps, means, accepted, drafted, positions, percent, lines, throughput, running = zip(*state.waiting)
-    state.waiting = []
+def _add_vllm(groups: list, lines, loads, state: _State):
+    "Add ordinary lines of vLLM."
+    processes, stamps, means, accepted, drafted, positions, percent = zip(*groups)
+    throughput, running = zip(*loads)
     mean, kept, drafts = (list(map(float, values)) for values in (means, accepted, drafted))
     shares = [tuple(map(float, text[:-2].split(b", "))) for text in positions]
     years = {day: b"%d-" % _year(day.decode(), [], state.latest) for day in {stamp[:5] for stamp in stamps}}
@@ -423,9 +467,14 @@ def _whole(message: bytes) -> bool:
     return bool(_FIELDS["v0_emitted" if message.startswith(b"Specu") else "throughput"].search(message))
 
 
+def _lead(head: bytes) -> bytes:
+    "What stands in front of the engine's own prefix."
+    return re.split(rb"\[\d{4}-|\(|INFO ", head, maxsplit=1)[0]
+
+
 def _joined(head: bytes, message: bytes, following: bytes):
     "Yield a message with one, two, three of the lines that follow, and the bytes they take."
-    lead, used = re.split(rb"\[\d{4}-|\(|INFO ", head, maxsplit=1)[0], 0
+    lead, used = _lead(head), 0
     for text in following.split(b"\n", 3)[:3]:
         own = _COLOUR.sub(b"", text) if b"\x1b" in text else text
         own = own.rstrip(b"\r")

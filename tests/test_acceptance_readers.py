@@ -11,11 +11,13 @@ import time
 import tracemalloc
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from k2eagle import logs
 from k2eagle.counters import parse_prometheus, read_counters
 from k2eagle.dialects import DIALECTS, Setup, check, count, dialect_of, express, understand
 from k2eagle.logs import NEW, OLD, describe_log, read_log
@@ -198,6 +200,46 @@ def a_log(rng: random.Random) -> bytes:
                     "speculative tokens: 3, Number of accepted tokens: 8547, Number of draft tokens: 13311, Number of emitted tokens: 10616.\n",
             lambda: "Loading safetensors checkpoint shards:  12% Completed | 5/42\r"])()]
     return "".join(prefix + line for line in lines).encode()
+
+
+def a_wrapped_log(rng: random.Random) -> bytes:
+    "Decode lines of one width of terminal, some cut off, with other lines between them."
+    prefix = rng.choice([b"", b"sglang-1  | ", b"\x1b[36mx-1 |\x1b[0m ", b"0: ", b"[pod/a/b] ", b"2026-01-04T01:04:22.1234Z "])
+    width, num_draft, version, lines = rng.choice([40, 70, 80, 120, 150, 190]), rng.randint(1, 7), rng.choice(["0.5.3", "0.5.8", "0.5.23"]), []
+    for second in range(rng.randint(1, 25)):
+        counts = count([rng.randint(0, num_draft) for _ in range(rng.randint(1, 90))], num_draft)
+        line = decode_line(counts, num_draft + 1, version, second).encode()[:-1]
+        others = (b"", line[:rng.randint(20, 180)], b'INFO:     127.0.0.1:50210 - "POST /generate HTTP/1.1" 200 OK',
+                  b"[2026-01-04 01:04:22 TP0] Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, #queue-req: 0")
+        lines.append(line if rng.random() < 0.7 else rng.choice(others))
+    end = rng.choice([b"\n", b"\r\n"])
+    return b"".join(prefix + line[at:at + width] + end for line in lines for at in range(0, max(len(line), 1), width))
+
+
+def test_quick_ways_read_what_the_careful_way_reads(monkeypatch):
+    data = [make(random.Random(seed)) for seed in range(400) for make in (a_log, a_wrapped_log)]
+
+    def everything():
+        for text in data:
+            try:
+                frame = read_log(text)
+                log = frame.attrs.pop("log")
+                yield frame, log["unread"], log["partial"], log["examples"]
+            except ValueError as error:
+                yield str(error)
+
+    quick = list(everything())
+    monkeypatch.setattr(logs, "_scan_plain", lambda block, state: False)
+    monkeypatch.setattr(logs, "_put_aside", lambda text, line, state: False)
+    read = 0
+    for text, one, other in zip(data, quick, everything()):
+        if isinstance(one, tuple):
+            assert one[1:] == other[1:], text
+            pd.testing.assert_frame_equal(one[0], other[0], check_categorical=False)
+            read += len(one[0])
+        else:
+            assert one == other
+    assert read > 3000
 
 
 PIECES = [b"\n", b"\r", b"\r\n", b"\x1b[0m", b"\x1b[1;31m", b"\x1b]0;title\x07", b"\x1b]", b"\x00", b"nan", b"inf", b",", b".", b"1,234", b"-", b"%",
