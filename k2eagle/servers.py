@@ -7,6 +7,7 @@ __all__ = ['launch_arguments', 'call', 'sglang_ready', 'vllm_ready', 'sglang_sta
 
 # %% ../nbs/23_servers.ipynb #a0deb12b
 import fcntl
+import http.client
 import json
 import shutil
 import time
@@ -54,7 +55,8 @@ def call(
     path: str,                    # such as '/generate'
     payload: dict | None = None,  # None asks with GET
     timeout_s: float = 600,       # to wait for an answer
-):                                # the answer's JSON
+    as_text: bool = False,        # for a page that is no JSON, such as /metrics
+):                                # the answer's JSON, or its text
     "Ask a server, and say plainly what went wrong."
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url {url!r}; expected http://host:port")
@@ -65,11 +67,11 @@ def call(
             text = answer.read()
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url}{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}") from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         raise EngineError(f"no answer from {url}{path} ({getattr(error, 'reason', error)}); is the server up, and past loading "
                           "its weights?") from None
     try:
-        return json.loads(text)
+        return text.decode(errors="replace") if as_text else json.loads(text)
     except ValueError:
         raise EngineError(f"{url}{path} answered with something other than JSON: {text[:80]!r}") from None
 

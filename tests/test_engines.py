@@ -2,22 +2,19 @@
 
 Run: pytest tests/test_engines.py (about 10 minutes, and some more the first time, when the environments are made)
 """
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 
 import pytest
 import torch
+from engine_server import QUICK, running
 
 from k2eagle import capture, engines, jobs, measure, servers, targets, text
 from k2eagle.store import open_store
 
-QUICK = {"OMP_WAIT_POLICY": "PASSIVE", "K2EAGLE_HEADLESS": "1"}
 BOTH = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 
 
@@ -137,40 +134,10 @@ def test_engine_that_cannot_load_is_explained(engine_python, reference, tmp_path
     assert "vllm.log" in str(error.value) and (tmp_path / "store" / "vllm.log").stat().st_size
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-COMMANDS = {"vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model", "{target}", "--enforce-eager", "--max-model-len", "512"],
-            "sglang": ["-m", "sglang.launch_server", "--model-path", "{target}", "--device", "cpu", "--disable-cuda-graph",
-                       "--disable-overlap-schedule", "--skip-server-warmup", "--max-total-tokens", "4096", "--mem-fraction-static", "0.1",
-                       "--attention-backend", "torch_native"]}
-
-
-@contextlib.contextmanager
 def serving(engine, folder):
     "A server of an engine, started as `servers.launch_arguments` says."
-    port, log = free_port(), folder / "server.log"
-    common = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
-    arguments = [word.format(target=targets.default_target()) for word in COMMANDS[engine]]
-    added = servers.launch_arguments(engine, (2, 15, 27), 30, folder / "states", "cpu")
-    with open(log, "wb") as words:
-        process = subprocess.Popen([engines.python(engine), *arguments, *common, *added], stdout=words, stderr=subprocess.STDOUT,
-                                   env={**os.environ, **engines.surroundings(engine), **QUICK}, start_new_session=True)
-    try:
-        until = time.monotonic() + 300
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    backend = ["--attention-backend", "torch_native"] if engine == "sglang" else []
+    return running(engine, folder, "--dtype", "bfloat16", *backend, *servers.launch_arguments(engine, (2, 15, 27), 30, folder / "states", "cpu"))
 
 
 @BOTH

@@ -110,8 +110,8 @@ def speculating(
         return {}
     if wanted["topk"] != 1:
         raise ValueError(f"topk {wanted['topk']}; vLLM drafts a chain here: expected 1, or SGLang for a tree")
-    return {"disable_log_stats": False,
-            "speculative_config": {"method": "eagle3", "model": wanted["drafter"], "num_speculative_tokens": wanted["num_draft"]}}
+    drafting = {"method": "eagle3", "model": wanted["drafter"], "num_speculative_tokens": wanted["num_draft"]}
+    return {"disable_log_stats": False, "speculative_config": {**drafting, **job["engine_args"].get("speculative_config", {})}}
 
 # %% ../../nbs/workers/vllm_worker.ipynb #97b3c057
 def capturing(
@@ -120,7 +120,7 @@ def capturing(
 ) -> dict:      # arguments of vLLM
     "Say which states are kept, and how they are handed out."
     if job["task"] == "answer":
-        return {"additional_config": {"k2eagle": {"tap": []}}, **speculating(job)}
+        return {"additional_config": {"k2eagle": {"tap": []}}}
     if job["mode"] == "decode":
         return {"additional_config": {"k2eagle": {"tap": ids}}}
     hf_config = {"eagle_aux_hidden_state_layer_ids": ids}
@@ -146,7 +146,7 @@ def engine_arguments(
             "enforce_eager": not job["cuda_graphs"] or job["device"] == "cpu",  # no graphs there, but a compiler would be needed
             "generation_config": "vllm", "skip_tokenizer_init": True, "worker_cls": "vllm_worker.Worker",
             **{name: value for name, value in chosen.items() if value}, **wrapped, **batching(job, documents),
-            **capturing(job, layer_ids(job, config)), **job["engine_args"]}
+            **capturing(job, layer_ids(job, config)), **job["engine_args"], **speculating(job)}
 
 # %% ../../nbs/workers/vllm_worker.ipynb #1cda237c
 class Progress:
