@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from k2eagle import logs
 from k2eagle.counters import parse_prometheus, read_counters
 from k2eagle.dialects import DIALECTS, Setup, check, count, dialect_of, express, understand
-from k2eagle.logs import NEW, OLD, describe_log, read_log
+from k2eagle.logs import NEW, OLD, describe_log, read_blocks, read_log
 
 MENTION = re.compile(rb"(?<!block )accept len:|SpecDecoding metrics:|Speculative metrics:")
 runs = st.integers(1, 7).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), min_size=1, max_size=60)))
@@ -260,6 +260,20 @@ def damage(data: bytes, rng: random.Random) -> bytes:
     return data
 
 
+def read_in_parts(data: bytes, rng: random.Random):
+    "Read what is a log, some rows at a time: the same rows and the same account, wherever a part ends."
+    try:
+        whole = read_log(data)
+    except ValueError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs._scan, "__defaults__", (rng.choice([200, 500, 1000]),))  # bytes read at once
+        parts = list(read_blocks(data, rows=rng.choice([1, 3, 7])))
+    log = whole.attrs.pop("log")
+    assert all(str(part.attrs.pop("log")) == str(log) for part in parts)
+    pd.testing.assert_frame_equal(pd.concat(parts, ignore_index=True), whole, check_dtype=False)
+
+
 def read_damaged(data: bytes):
     "Read; nothing but ValueError may be raised, and every mention of the metrics is a row or counted."
     mentions = len(MENTION.findall(data))
@@ -282,9 +296,11 @@ def test_damaged_logs_never_crash_and_lose_nothing_silently():
     done = 0
     while time.monotonic() < end:
         rng = random.Random(seed + done)
-        data = damage(a_log(rng), rng)
+        data = damage((a_wrapped_log if done % 4 == 3 else a_log)(rng), rng)
         try:
             read_damaged(data)
+            if done % 3 == 2:
+                read_in_parts(data, rng)
         except Exception as error:
             raise AssertionError(f"seed {seed + done}: {error!r}\n{data[:3000]!r}") from error
         done += 1
@@ -309,19 +325,32 @@ def test_damaged_counters_raise_nothing_but_value_errors():
             raise AssertionError(f"seed {seed}: {error!r}\n{data!r}") from error
 
 
-@pytest.mark.parametrize("gap", [0, 40])
-def test_memory_does_not_grow_with_the_file(tmp_path, gap):
-    counts, peaks = count([0, 1, 2, 3, 0], 3), []
+def lines_of(path, megabytes: int, gap: int = 0):
+    "A log of decode lines, with other lines between them."
     other = "[2026-01-04 01:04:22 TP0] Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, token usage: 0.05\n" * gap
-    line = decode_line(counts, 4, "0.5.23")
-    for megabytes in (5, 20):
-        path = tmp_path / f"{megabytes}.log"
-        with path.open("w") as file:
-            for _ in range(megabytes * 1_000_000 // len(other + line)):
-                file.write(other + line)
-        tracemalloc.start()
-        rows = len(read_log(path))
-        peaks.append((tracemalloc.get_traced_memory()[1], rows))
-        tracemalloc.stop()
-    (small, few), (large, many) = peaks
-    assert large - small < 300 * (many - few) + 6e6, peaks  # bytes a row, whatever stands between
+    text = (other + decode_line(count([0, 1, 2, 3, 0], 3), 4, "0.5.23")) * 50
+    with path.open("w") as file:
+        for _ in range(megabytes * 1_000_000 // len(text)):
+            file.write(text)
+    return path
+
+
+def peak(work) -> tuple:
+    "What a piece of work returns, and the most bytes it held."
+    tracemalloc.start()
+    done = work()
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return done, held
+
+
+@pytest.mark.parametrize("gap", [0, 40])
+def test_memory_grows_with_rows_only(tmp_path, gap):
+    (few, small), (many, large) = (peak(lambda: len(read_log(lines_of(tmp_path / "server.log", size, gap)))) for size in (5, 20))
+    assert large - small < 150 * (many - few) + 2e6, (small, large, few, many)  # bytes a row, whatever stands between
+
+
+def test_memory_of_blocks_does_not_grow(tmp_path):
+    read = lambda size: peak(lambda: sum(len(block) for block in read_blocks(lines_of(tmp_path / "server.log", size), rows=5000)))
+    (few, small), (many, large) = read(5), read(20)
+    assert many > 3.9 * few and large < small + 5e5, (small, large, few, many)
