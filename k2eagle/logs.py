@@ -340,14 +340,13 @@ def _scan(stream, state: _State, size: int = 1 << 17):
 # %% ../nbs/37_logs.ipynb #0b8d7808
 def _put_aside(text: bytes, line: int, state: _State) -> bool:
     "Keep a line that is ordinary, to be taken apart with others."
-    found, engine = _PLAIN_VLLM.fullmatch(text), _VLLM
-    if not found and text.count(_MARKS[0]) == text.count(_MARKS[1]) == 1 and not any(mark in text for mark in _MARKS[2:]):
-        found, engine = _PLAIN_SGLANG.search(text), _SGLANG
+    vllm = _PLAIN_VLLM.fullmatch(text)
+    found = [vllm.groups()] if vllm else None if any(mark in text for mark in _MARKS[2:]) else _ordinary(text)
     if not found:
         return False
-    if state.waiting[1 - engine]:
+    if state.waiting[not vllm]:
         _flush(state)
-    state.waiting[engine].append((found.groups(), line, _load(line, state)))
+    state.waiting[bool(vllm)] += [(groups, line, _load(line, state)) for groups in found]
     return True
 
 
@@ -376,12 +375,19 @@ def _scan_plain(block: bytes, state: _State) -> bool:
     if any(block.find(mark) >= 0 for mark in _MARKS[2:]):
         return False
     for form in _forms(block):
-        found = () if _CUT.match(form, max(form.find(_MARKS[0]), 0)) else _PLAIN_SGLANG.findall(form)
-        if len(found) == form.count(_MARKS[0]) == form.count(_MARKS[1]):
-            if found:
-                _add_sglang(found, _message_lines(form, len(found)) + state.lines + 1, state)
+        found = None if _CUT.match(form, max(form.find(_MARKS[0]), 0)) else _ordinary(form)
+        if found:
+            _add_sglang(found, _message_lines(form, len(found)) + state.lines + 1, state)
+        if found is not None:
             return True
     return False
+
+
+def _ordinary(text: bytes) -> list | None:
+    "Fields of the decode messages in a text, if all that it mentions are ordinary ones of SGLang."
+    found = _PLAIN_SGLANG.findall(text)
+    fits = len(found) == text.count(_MARKS[0]) == text.count(_MARKS[1]) and sum(bool(groups[4]) for groups in found) == text.count(b"accept rate")
+    return found if fits else None
 
 
 def _forms(block: bytes):
@@ -394,9 +400,10 @@ def _forms(block: bytes):
         cut = _CUT.search(block)
         if not cut:
             return
-        lead = _lead(block[block.rfind(b"\n", 0, cut.start()) + 1:cut.start()])
-        next_line = rb"((?:\r?\n\f)*\r?\n)%b(?!Traceback|[^\n]* \d\d-\d\d |[^\S\n]*$)([^\n\r\x1b\[]*)(?=\r?$)" % re.escape(lead)
-        block = re.sub(rb"(" + _CUT.pattern + rb"[^\n\r\x1b]*)" + next_line, lambda found: found[1] + found[3] + found[2] + b"\f", block, flags=re.M)
+        lead = re.escape(_lead(block[block.rfind(b"\n", 0, cut.start()) + 1:cut.start()]))
+        message = rb"(\[(?<=\n%b\[)\d{4}-[^\]\n]{9,60}\] %b[^\n\r\x1b]*)" % (lead, _CUT.pattern)
+        next_line = rb"((?:\r?\n\f)*\r?\n)%b(?!Traceback|[^\n]* \d\d-\d\d |[^\S\n]*$)([^\n\r\x1b\[]*)(?=\r?$)" % lead
+        block = re.sub(message + next_line, lambda found: found[1] + found[3] + found[2] + b"\f", b"\n" + block, flags=re.M)[1:]
         yield block
 
 # %% ../nbs/37_logs.ipynb #a17c7dd1

@@ -218,6 +218,9 @@ def a_wrapped_log(rng: random.Random) -> bytes:
 
 def test_quick_ways_read_what_the_careful_way_reads(monkeypatch):
     data = [make(random.Random(seed)) for seed in range(400) for make in (a_log, a_wrapped_log)]
+    line = decode_line(count([0, 1, 2, 3, 0], 3), 4, "0.5.23").encode()
+    data.append(line * 3 + line.replace(b" accept rate", b"\xff\xfeaccept rate"))                           # not a line without a rate
+    data.append(b"".join(lead + line[:130] + b"\nx-1 | " + line[130:] for lead in (b"x-1 | ", b"x-1 x-1 | ")))  # one prefix is damaged
 
     def everything():
         for text in data:
@@ -232,7 +235,7 @@ def test_quick_ways_read_what_the_careful_way_reads(monkeypatch):
     monkeypatch.setattr(logs, "_scan_plain", lambda block, state: False)
     monkeypatch.setattr(logs, "_put_aside", lambda text, line, state: False)
     read = 0
-    for text, one, other in zip(data, quick, everything()):
+    for text, one, other in zip(data, quick, everything(), strict=True):
         if isinstance(one, tuple):
             assert one[1:] == other[1:], text
             pd.testing.assert_frame_equal(one[0], other[0], check_categorical=False)
