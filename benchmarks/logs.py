@@ -1,16 +1,18 @@
 """How fast is a log read, and in how much memory? Writes logs of a realistic make, reads each in a process of its own.
 
-    python benchmarks/logs.py outputs/logs [--megabytes 1000]
+    python benchmarks/logs.py outputs/logs [--megabytes 300 1000]
 
 sparse   SGLang, one decode line among forty others (prefill lines, requests, progress bars)
 dense    SGLang, decode lines only
 vllm     vLLM, its two lines every interval among requests
 wrapped  SGLang, every decode line broken in two by a terminal, in a container's prefix
 
-Written: speed.csv (MB/s of one core, peak memory of the process, rows, lines unread) and provenance.json. The logs are
-deleted at the end. Memory is the resident peak less that of the process before reading.
+Each is read by read_log, which returns all rows, and by read_blocks, which yields them 100,000 at a time. Written: speed.csv
+(MB/s of one core, peak memory of the process, rows, lines unread) and provenance.json. The logs are deleted at the end. Memory
+is the resident peak less that of the process before reading.
 """
 import argparse
+import itertools
 import json
 import random
 import subprocess
@@ -25,13 +27,14 @@ from k2eagle.provenance import provenance
 
 READ = """
 import json, resource, sys, time
-from k2eagle.logs import read_log
+from k2eagle.logs import read_blocks, read_log
 read_log("[2026-11-30 02:54:43] Decode batch, #running-req: 8, #token: 5, token usage: 0.07, accept len: 1.62, accept rate: 0.21, "
          "cpu graph: False, gen throughput (token/s): 17.35, #queue-req: 3\\n")  # imports are not measured
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-frame = read_log(sys.argv[1])
+before, start, rows = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), 0
+for frame in read_blocks(sys.argv[1]) if sys.argv[2] == "read_blocks" else [read_log(sys.argv[1])]:
+    rows += len(frame)
 seconds = time.process_time() - start
-print(json.dumps(dict(seconds=seconds, rows=len(frame), unread=frame.attrs["log"]["unread"],
+print(json.dumps(dict(seconds=round(seconds, 2), rows=rows, unread=frame.attrs["log"]["unread"],
                       peak_bytes=1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))))
 """
 REQUEST = "INFO:     10.0.0.{}:{} - \"POST /v1/chat/completions HTTP/1.1\" 200 OK\n"
@@ -94,17 +97,18 @@ def main():
     "Write, read, delete."
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--megabytes", type=int, default=40)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[40])
     parser.add_argument("--only", nargs="+", default=["sparse", "dense", "vllm", "wrapped"])
     arguments, rows = parser.parse_args(), []
-    for kind in arguments.only:
+    for megabytes, kind in itertools.product(arguments.megabytes, arguments.only):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "server.log"
-            write(path, kind, arguments.megabytes)
+            write(path, kind, megabytes)
             size = path.stat().st_size
-            done = json.loads(subprocess.run([sys.executable, "-c", READ, path], check=True, capture_output=True, text=True).stdout)
-        rows.append(dict(log=kind, file_bytes=size, mb_per_s=round(size / 1e6 / done["seconds"], 1), **done))
-        print(rows[-1], flush=True)
+            for reader in ("read_log", "read_blocks"):
+                done = json.loads(subprocess.run([sys.executable, "-c", READ, path, reader], check=True, capture_output=True, text=True).stdout)
+                rows.append(dict(log=kind, reader=reader, file_bytes=size, mb_per_s=round(size / 1e6 / done["seconds"], 1), **done))
+                print(rows[-1], flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_atomic(arguments.out / "speed.csv", pd.DataFrame(rows).to_csv(index=False))
     write_json(arguments.out / "provenance.json", provenance(megabytes=arguments.megabytes))
