@@ -8,6 +8,7 @@ __all__ = ['STYLE', 'LOOKS', 'SPARE_LOOKS', 'use_style', 'looks', 'caption', 'pl
 
 # %% ../nbs/40_plots.ipynb #3f66c4df
 import io
+from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
@@ -175,7 +176,7 @@ def plot_positions(
 
 # %% ../nbs/40_plots.ipynb #894e84ba
 def _draw_accept_length(ax, height, row, look, middle):
-    "Draw one row: point, interval, ceiling, and the numbers on the side that has room."
+    "Draw one row: point, interval, and the numbers on the side that has room."
     color, marker = look["color"], look["marker"]
     ax.plot([row.low, row.high], [height, height], color=color, lw=3, solid_capstyle="butt")
     ax.plot([row.low, row.high], [height, height], color=color, marker="|", ms=18, mew=2, ls="")
@@ -183,10 +184,15 @@ def _draw_accept_length(ax, height, row, look, middle):
     end, offset, side = (row.high, 12, "left") if row.high < middle else (row.low, -12, "right")
     ax.annotate(f"{row.accept_len:.2f}  [{row.low:.2f}, {row.high:.2f}]", (end, height), xytext=(offset, 0),
                 textcoords="offset points", ha=side, va="center", fontsize=11)
-    if pd.notna(row.num_draft):
-        ceiling = row.num_draft + 1
-        ax.plot([ceiling, ceiling], [height - 0.35, height + 0.35], color="#222222", lw=2)
-        ax.annotate(f"K + 1 = {ceiling:g}", (ceiling, height - 0.37), va="bottom", ha="right", fontsize=9.5)
+
+
+def _draw_ceilings(ax, rows):
+    "Draw the longest step there can be, once for neighbours with the same K."
+    for num_draft, own in groupby(enumerate(rows), lambda numbered: numbered[1].num_draft):
+        heights = [height for height, _ in own]
+        if pd.notna(num_draft):
+            ax.plot([num_draft + 1] * 2, [heights[0] - 0.35, heights[-1] + 0.35], color="#222222", lw=2)
+            ax.annotate(f"K + 1 = {num_draft + 1:g}", (num_draft + 1, heights[0] - 0.37), va="bottom", ha="right", fontsize=9.5)
 
 # %% ../nbs/40_plots.ipynb #20fc7547
 def plot_accept_length(
@@ -202,6 +208,7 @@ def plot_accept_length(
     ax.axvline(1.0, color="#222222", lw=1.5, ls=(0, (4, 2)))
     for height, row in enumerate(rows):
         _draw_accept_length(ax, height, row, styles[row.source], middle=(0.95 + most) / 2)
+    _draw_ceilings(ax, rows)
     ax.set_yticks(range(len(rows)), [f"{row.source}\nn = {int(row.drafts):,} drafts" for row in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_xlim(0.95, most + 0.04 * (most - 0.95))
