@@ -59,6 +59,7 @@ def _number(text: bytes) -> float:
 
 # %% ../nbs/37_logs.ipynb #d32c7a53
 _COLOUR = re.compile(rb"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\r\n]{0,80}(?:\x07|\x1b\\)")
+_PAINT = re.compile(rb"\x1b\[[0-9;]*m")  # of those, what a colour is set with
 _STAMP = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,6})?)((?: [A-Z][A-Z_]*\d+)*)\]")  # sglang, utils/common.py
 _SHORT = re.compile(rb"(?<!\d)(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d{1,6})?")  # vllm 0.32.0, logger.py
 _ISO = re.compile(rb"(?<!\d)(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)((?:[.,]\d{1,6})?)")
@@ -303,6 +304,8 @@ def _blocks(stream, size: int):
     rest = b""
     while data := stream.read(size):
         rest += data
+        if b"\x1b" in rest:
+            rest = _PAINT.sub(b"", rest)
         cut = len(rest)
         for _ in range(5):
             cut = max(rest.rfind(b"\n", 0, cut), 0)
@@ -317,7 +320,7 @@ def _blocks(stream, size: int):
         yield rest, b""
 
 # %% ../nbs/37_logs.ipynb #3514c1ac
-def _scan(stream, state: _State, size: int = 1 << 17):
+def _scan(stream, state: _State, size: int = 1 << 18):
     "Read a stream, a block a turn; yields nothing, the rows are in the state."
     skip = 0  # bytes of this block that the last message of the block before went on in
     for block, ahead in _blocks(stream, size):
@@ -329,9 +332,10 @@ def _scan(stream, state: _State, size: int = 1 << 17):
                 continue
             end = block.find(b"\n", start)
             end = len(block) if end < 0 else end
-            if not _put_aside(block[start:end], number + 1, state) and not _read_load(block[start:end], number + 1, state):
+            text = block[start:end]
+            if not _read_load(text, number + 1, state) and not _put_aside(text, number + 1, state):
                 _flush(state)
-                used = end + _read_line(block[start:end], number + 1, state, lambda end=end: (block[end + 1:end + 2000] + ahead)[:2000])
+                used = end + _read_line(text, number + 1, state, lambda end=end: (block[end + 1:end + 2000] + ahead)[:2000])
         _flush(state)
         skip = max(0, used - len(block))
         state.lines += block.count(b"\n") + (not ahead and not block.endswith(b"\n"))
@@ -386,16 +390,13 @@ def _scan_plain(block: bytes, state: _State) -> bool:
 def _ordinary(text: bytes) -> list | None:
     "Fields of the decode messages in a text, if all that it mentions are ordinary ones of SGLang."
     found = _PLAIN_SGLANG.findall(text)
-    fits = len(found) == text.count(_MARKS[0]) == text.count(_MARKS[1]) and sum(bool(groups[4]) for groups in found) == text.count(b"accept rate")
-    return found if fits else None
+    fits = len(found) == text.count(_MARKS[0]) == text.count(_MARKS[1])
+    return found if fits and (all(groups[4] for groups in found) or b"accept rate" not in text) else None  # a rate that is there is read
 
 
 def _forms(block: bytes):
-    "Yield the block, then without colours and with one, two, three lines joined to messages that lack their end; line breaks go behind, marked."
+    "Yield the block, then with one, two, three lines joined to messages that lack their end; line breaks go behind, marked."
     yield block
-    if b"\x1b" in block:
-        block = re.sub(rb"\x1b\[[0-9;]*m", b"", block)
-        yield block
     for _ in range(3):
         cut = _CUT.search(block)
         if not cut:

@@ -279,7 +279,8 @@ def read_in_parts(data: bytes, rng: random.Random):
 
 def read_damaged(data: bytes):
     "Read; nothing but ValueError may be raised, and every mention of the metrics is a row or counted."
-    mentions = len(MENTION.findall(data))
+    bare = re.sub(rb"\x1b\[[0-9;]*m", b"", data)
+    mentions = len(MENTION.findall(bare)) - len(re.findall(rb"block ?\r?\n.{0,60}?accept len:", bare))  # a wrapped "block accept len" is none
     try:
         frame = read_log(data)
     except ValueError as error:
