@@ -140,7 +140,7 @@ def serve(
     max_new_tokens: int = 64,
     temperature: float = 0.0,    # 0 is greedy; on a CPU SGLang can do no other
     dtype: str = "bfloat16",
-    seed: int = 0,               # of sampled answers
+    seed: int = 0,               # of sampled answers; with a drafter, vLLM 0.32.0 on a CPU does not repeat them
     engine_options: dict | None = None,  # fields of `jobs.EngineOptions`; batch_documents is how many requests run together
     patience_s: float = 900,     # silence after which the engine counts as hung
     url: str | None = None,      # of a running server that drafts, such as http://127.0.0.1:30000; None starts an engine

@@ -139,8 +139,8 @@ def totals_of_a_window(url: str, asked: serving.Served, folder: Path):
     servers.call(url, "/v1/completions", {"model": model, "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True})
     found = asking.window(url, before.read_text(), tokens)[2]
     assert [finding.code for finding in found] == ["other-traffic"] and f"{tokens + 5} tokens generated" in found[0].evidence
-    drawn = [serving.serve("vllm", ["What is rain?"], folder / "drawn", url=url, max_new_tokens=16, temperature=0.7, seed=seed) for seed in (1, 1, 2)]
-    assert drawn[0].answers == drawn[1].answers != drawn[2].answers and len(drawn[0].frame) == 1
+    drawn = serving.serve("vllm", ["What is rain?"], folder / "drawn", url=url, max_new_tokens=16, temperature=0.7, seed=1)
+    assert not drawn.findings and 16 <= 1 + drawn.frame.drafts[0] + drawn.frame.accepted[0] <= 16 + 3
 
 
 @contextmanager
