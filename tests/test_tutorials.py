@@ -48,6 +48,20 @@ def check_wrong_boundaries(cells: list, parameters: dict):
     assert not said["served apart from simulated"]
 
 
+def check_twenty_five_percent(cells: list, parameters: dict):
+    "An engine accepts nothing and old versions call it 25 %; the linter names the cause, and the repaired drafter does what was simulated."
+    said = claims(cells)
+    assert said["campaign"] == {"vLLM 0.16, either drafter": (1.45, 0.15), "SGLang 0.5.8/0.5.9, public drafter": (1.65, 0.217),
+                                "SGLang 0.5.8/0.5.9, own drafter": (1.0, 0.0)}
+    exported = said["as exported"]
+    assert exported["accepted"] == 0 and exported["drafted"] > 500
+    assert list(exported["printed"].values()) == ["1.00", "0.25", "0.25", "0.00", "0.0 %"]
+    assert said["findings"] == ["d2t-absolute"] and not said["findings after the repair"] and said["same table"]
+    assert set(said["served"]) == set(parameters.get("repaired_in", ("sglang", "vllm")))
+    assert min(said["low"].values()) > 1 and not said["served apart from simulated"]
+    assert abs(said["by the log"] - said["served"]["sglang"]) < 0.05
+
+
 class Tutorial(NamedTuple):
     "How a tutorial is run small, and what must hold then."
     parameters: dict        # settings of its `parameters` cell
@@ -59,6 +73,9 @@ TUTORIALS = {
     "conventions": Tutorial(dict(documents=4, max_new_tokens=12, mini_kimi=False), ("vllm", "sglang"), check_conventions),
     "wrong_boundaries": Tutorial(dict(train_prompts=64, heldout_prompts=16, answer_tokens=40, steps=80, batch_tokens=512,
                                       learn_from="hf", served_prompts=0), ("sglang",), check_wrong_boundaries),
+    "twenty_five_percent": Tutorial(dict(train_prompts=24, heldout_prompts=8, answer_tokens=32, steps=40, batch_tokens=512,
+                                         draft_vocab_size=1024, served_prompts=8, repaired_in=["sglang"], log_steps=4),
+                                    ("sglang",), check_twenty_five_percent),
 }
 each_tutorial = pytest.mark.parametrize("name", TUTORIALS)
 
