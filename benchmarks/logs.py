@@ -26,16 +26,19 @@ from k2eagle.files import write_atomic, write_json
 from k2eagle.provenance import provenance
 
 READ = """
-import json, resource, sys, time
+import json, re, sys, time
 from k2eagle.logs import read_blocks, read_log
+
+def peak():  # in this program; what getrusage says has that of the program which started it in it
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+
 read_log("[2026-11-30 02:54:43] Decode batch, #running-req: 8, #token: 5, token usage: 0.07, accept len: 1.62, accept rate: 0.21, "
          "cpu graph: False, gen throughput (token/s): 17.35, #queue-req: 3\\n")  # imports are not measured
-before, start, rows = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), 0
+before, start, rows = peak(), time.process_time(), 0
 for frame in read_blocks(sys.argv[1]) if sys.argv[2] == "read_blocks" else [read_log(sys.argv[1])]:
     rows += len(frame)
 seconds = time.process_time() - start
-print(json.dumps(dict(seconds=round(seconds, 2), rows=rows, unread=frame.attrs["log"]["unread"],
-                      peak_bytes=1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))))
+print(json.dumps(dict(seconds=round(seconds, 2), rows=rows, unread=frame.attrs["log"]["unread"], peak_bytes=peak() - before)))
 """
 REQUEST = "INFO:     10.0.0.{}:{} - \"POST /v1/chat/completions HTTP/1.1\" 200 OK\n"
 PREFILL = "[{} TP0] Prefill batch, #new-seq: 1, #new-token: {}, #cached-token: 0, token usage: 0.05, #running-req: 3, #queue-req: 0\n"
