@@ -345,6 +345,8 @@ def _scan(stream, state: _State, size: int = 1 << 18):
 def _put_aside(text: bytes, line: int, state: _State) -> bool:
     "Keep a line that is ordinary, to be taken apart with others."
     vllm = _PLAIN_VLLM.fullmatch(text)
+    if vllm and not float(vllm[4]) <= float(vllm[5]) < 2 ** 53:
+        return False  # more accepted than drafted: a digit is lost or doubled
     found = [vllm.groups()] if vllm else None if any(mark in text for mark in _MARKS[2:]) else _ordinary(text)
     if not found:
         return False
