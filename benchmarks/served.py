@@ -23,13 +23,8 @@ from k2eagle.jobs import EngineError
 from k2eagle.provenance import provenance
 from k2eagle.store import open_store
 
-K, TREE = 3, dict(topk=4, num_draft_tokens=8)
-WAYS = {  # how it is drafted: what simulate is told, what serve is told
-    "plain": None,
-    "chain": (dict(), dict()),
-    "tree": (TREE, TREE),
-    "sampled": (dict(draft_sample_method="probabilistic"), dict()),
-}
+K = 3
+WAYS = {"plain": {}, "chain": {}, "tree": dict(topk=4, num_draft_tokens=8), "sampled": dict(draft_sample_method="probabilistic")}
 CASES = [  # engine, temperature, way, dtype, requests together
     ("vllm", 0.0, "plain", "bfloat16", 32), ("vllm", 0.0, "chain", "bfloat16", 32), ("vllm", 1.0, "chain", "bfloat16", 32),
     ("vllm", 1.0, "sampled", "bfloat16", 32), ("sglang", 0.0, "plain", "bfloat16", 32), ("sglang", 0.0, "chain", "bfloat16", 32),
@@ -53,7 +48,7 @@ def simulate_all(out: Path, drafter: Path, device: str, prompts: list, max_new_t
         store = capture.capture("default", prompts, out / f"store-{temperature:g}", temperature=temperature, max_new_tokens=max_new_tokens,
                                 device=device)
         ways = [way for way in WAYS if way != "plain" and (temperature or way != "sampled")]
-        measured = {way: accept.simulate(head, store, K, temperature, **WAYS[way][0]) for way in ways}
+        measured = {way: accept.simulate(head, store, K, temperature, **WAYS[way]) for way in ways}
         write_json(file, {way: one.frame.to_dict("list") for way, one in measured.items()})
         print(file.name, {way: round(one.accept_len, 3) for way, one in measured.items()}, flush=True)
 
@@ -64,13 +59,10 @@ def serve_case(out: Path, case: tuple, drafter: Path, device: str, prompts: list
     file, begun = out / f"{name_of(*case)}.json", time.perf_counter()
     if file.is_file() and "error" not in read_json(file):
         return
-    extra = {"speculative_config": {"method": "eagle3", "model": str(drafter.absolute()), "num_speculative_tokens": K,
-                                    "draft_sample_method": "probabilistic"}} if way == "sampled" else {}
-    tree = WAYS[way][1] if WAYS[way] else {}
     try:
-        served = serving.serve(engine, prompts, out / "exchange", drafter=None if way == "plain" else drafter, num_draft=K, **tree,
+        served = serving.serve(engine, prompts, out / "exchange", drafter=None if way == "plain" else drafter, num_draft=K, **WAYS[way],
                                max_new_tokens=max_new_tokens, temperature=temperature, dtype=dtype, patience_s=400,
-                               engine_options={"device": device, "batch_documents": together, "engine_args": {**engine_args, **extra}})
+                               engine_options={"device": device, "batch_documents": together, "engine_args": engine_args})
         kept = dict(version=served.version, captured=served.captured, frame=served.frame.to_dict("list"), answers=served.answers, seconds=served.seconds,
                     findings=[finding.code for finding in served.findings])
     except (EngineError, ValueError) as error:

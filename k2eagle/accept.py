@@ -7,7 +7,7 @@ __all__ = ['Acceptance', 'wilson', 'resampled_ratios', 'bootstrap_ratio', 'summa
            'walk', 'check_fit', 'simulate', 'decode', 'of_served', 'serve', 'served_gap', 'compare_served']
 
 # %% ../nbs/41_accept.ipynb #5f819123
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -37,6 +37,7 @@ class Acceptance:
     kept_ci: tuple = ()   # interval of each per_position share
     source: str = "simulated"  # what was measured: 'simulated', 'vllm', 'sglang', or any label
     frame: pd.DataFrame | None = field(default=None, repr=False, compare=False)  # the counts it was pooled from
+    findings: Findings = field(default_factory=Findings, repr=False, compare=False)  # what to mind about them
 
     @property
     def accept_len(self):  # 1 to K + 1; NaN without steps
@@ -90,7 +91,7 @@ def bootstrap_ratio(
 # %% ../nbs/41_accept.ipynb #15f3cc79
 def summarize(
     frame: pd.DataFrame,         # columns drafts, drafted, accepted, pos_1 … pos_K (steps that kept at least k)
-    num_draft: int | None = None,  # K; read from the columns when not given
+    num_draft: int | None = None,  # K; read from the columns, or from what a log said, when not given
     source: str = "simulated",   # label for tables and charts
     confidence: float = 0.95,
     seed: int = 0,               # of the bootstrap
@@ -104,8 +105,8 @@ def summarize(
     drafts = int(total["drafts"])
     kept = tuple(int(total[name]) for name in columns)
     ci, kept_ci = _intervals(frame, columns, drafts, confidence, seed) if drafts else ((float("nan"),) * 2, ())
-    return Acceptance(drafts, int(total["drafted"]), int(total["accepted"]), kept, num_draft or len(columns) or None,
-                      ci, kept_ci, source, frame)
+    return Acceptance(drafts, int(total["drafted"]), int(total["accepted"]), kept,
+                      num_draft or len(columns) or frame.attrs.get("log", {}).get("num_draft"), ci, kept_ci, source, frame)
 
 # %% ../nbs/41_accept.ipynb #9e2c5c74
 def _intervals(frame, columns, drafts, confidence, seed) -> tuple:
@@ -120,6 +121,8 @@ def _intervals(frame, columns, drafts, confidence, seed) -> tuple:
     low, high = bootstrap_ratio(frame["accepted"].to_numpy(), steps, confidence, seed)
     if not low < high and kept_ci:  # one row, or no spread to resample: add up the positions' own intervals
         low, high = (sum(interval[side] for interval in kept_ci) for side in (0, 1))
+    elif not low < high and frame["drafted"].sum() > 0:  # positions are not known either
+        low, high = (share * frame["drafted"].sum() / drafts for share in wilson(frame["accepted"].sum(), frame["drafted"].sum(), confidence))
     return (1 + low, 1 + high), kept_ci
 
 # %% ../nbs/41_accept.ipynb #5206cfd6
@@ -296,21 +299,22 @@ def of_served(
     "Pool what an engine counted."
     if not len(served.frame):
         raise ValueError(f"{served.engine} {served.version} drafted nothing; expected an engine that serves a drafter")
-    return summarize(served.frame, served.num_draft, f"served by {served.engine} {served.version}", confidence, seed)
+    pooled = summarize(served.frame, served.num_draft, f"served by {served.engine} {served.version}", confidence, seed)
+    return replace(pooled, findings=served.findings)
 
 
 def serve(
     engine: str,                # 'vllm' | 'sglang'
-    drafter,                    # its checkpoint's folder
+    drafter,                    # its checkpoint's folder; None with a url: the server has its own
     prompts: list,              # texts, `text.Prompt`, or `text.Sample` of which the prompt is taken
     folder,                     # for the exchange and the engine's log
     target="default",           # checkpoint
-    num_draft: int = 3,         # K
+    num_draft: int | None = None,  # K; None is 3, or what the server at url drafts
     seed: int = 0,              # of sampled answers and of the bootstrap
-    **how,                      # of `serving.serve`: max_new_tokens, temperature, topk, dtype, engine_options …
+    **how,                      # of `serving.serve`: url, max_new_tokens, temperature, topk, dtype, engine_options …
 ) -> Acceptance:                # `.frame` has one row a request
     "Measure acceptance in an engine that serves the drafter."
-    if drafter is None:
+    if drafter is None and not how.get("url"):
         raise ValueError("no drafter; expected the folder of its checkpoint (serving.serve answers without one)")
     return of_served(serving.serve(engine, prompts, folder, target, drafter, num_draft, seed=seed, **how), seed=seed)
 
@@ -342,7 +346,20 @@ def served_gap(
     return served.accept_len - simulated.accept_len, float(low), float(high)
 
 # %% ../nbs/41_accept.ipynb #bcd21155
-def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> Findings:
+def _verdict(low: float, high: float, subject: str, proof: str) -> Finding:
+    "What an interval of served less simulated says."
+    if high < 0:
+        return Finding("served-below-simulated", "error", subject, "accepts less than the simulation promised: other states or other files", proof,
+                       "lint the drafter's files for this engine, then compare the engine's states with those simulated on (diff)")
+    if low > 0:
+        return Finding("served-above-simulated", "warning", subject, "accepts more than the simulation promised", proof,
+                       "were the same prompts served, and is no acceptance faked (SGLANG_SIMULATE_ACC_LEN, synthetic rejection)?")
+    if not high - low < 0.5:  # half a token a step, or unknown
+        return Finding("served-undecided", "note", subject, "cannot be told from the simulation: the interval is wide", proof, "serve more prompts")
+    return Finding("served-as-simulated", "note", subject, "accepts what the simulation promised", proof)
+
+
+def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> Findings:  # the verdict, and what the engine itself gave to mind
     "Say whether an engine accepts what the simulation promised."
     if simulated.num_draft != served.num_draft:
         raise ValueError(f"simulated with K = {simulated.num_draft}, served with K = {served.num_draft}; a longer step keeps more: compare equal K")
@@ -353,13 +370,4 @@ def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> 
                          "tree with one of its size")
     proof = (f"accept length {served.accept_len:.2f} against {simulated.accept_len:.2f}: {gap:+.2f} [{low:+.2f}, {high:+.2f}], "
              f"{served.drafts:,} and {simulated.drafts:,} verify steps")
-    if high < 0:
-        return Findings([Finding("served-below-simulated", "error", served.source, "accepts less than the simulation promised: other states or other files",
-                                 proof, "lint the drafter's files for this engine, then compare the engine's states with those simulated on (diff)")])
-    if low > 0:
-        return Findings([Finding("served-above-simulated", "warning", served.source, "accepts more than the simulation promised", proof,
-                                 "were the same prompts served, and is no acceptance faked (SGLANG_SIMULATE_ACC_LEN, synthetic rejection)?")])
-    if not high - low < 0.5:  # half a token a step, or unknown
-        return Findings([Finding("served-undecided", "note", served.source, "cannot be told from the simulation: the interval is wide", proof,
-                                 "serve more prompts")])
-    return Findings([Finding("served-as-simulated", "note", served.source, "accepts what the simulation promised", proof)])
+    return Findings([_verdict(low, high, served.source, proof), *served.findings])

@@ -160,6 +160,8 @@ def check_vocabulary(
         hint = "these look like absolute ids" if bool((d2t.diff() > 0).all()) else "they do not rise strictly"
         raise ValueError(f"d2t maps drafts to {kept[:3].tolist()} … {kept[-1].item()} in a vocabulary of {len(t2d)}; "
                          f"expected offsets ({hint}); write target id minus draft id")
+    if torch.equal(t2d.nonzero().flatten(), d2t):
+        raise ValueError("d2t holds the ids that t2d marks; expected offsets: write target id minus draft id")
     if not torch.equal(t2d.nonzero().flatten(), kept):
         raise ValueError(f"t2d marks {int(t2d.sum())} tokens, and not the {len(kept)} that d2t leads to; write both from one list")
 

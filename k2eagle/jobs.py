@@ -88,6 +88,7 @@ class Speculation:
     num_draft: int = 3                    # K: steps of the drafter
     topk: int = 1                         # 1 is a chain; more is a tree, in SGLang only
     num_draft_tokens: int | None = None   # D of a tree, its root included; a chain has K + 1
+    draft_sample_method: str = "greedy"   # 'greedy' | 'probabilistic', in vLLM only; as vLLM 0.32.0 names them
 
     def __post_init__(self):
         if min(self.num_draft, self.topk) < 1 or (self.topk == 1 and self.num_draft_tokens not in (None, self.num_draft + 1)):
@@ -95,6 +96,8 @@ class Speculation:
                              "least 1 and 1, and for a chain num_draft + 1 or None")
         if self.topk > 1 and not self.num_draft_tokens:
             raise ValueError(f"topk {self.topk} drafts a tree; say its size with num_draft_tokens, root included")
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ValueError(f"draft_sample_method {self.draft_sample_method!r}; expected 'greedy' or 'probabilistic'")
 
 # %% ../nbs/22_jobs.ipynb #c4c2edd6
 def job(

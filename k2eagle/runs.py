@@ -127,7 +127,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
         "prompts", "max_new_tokens", "documents", "max_tokens", "batch_size", "batch_sizes",
         "num_draft", "num_drafts", "ttt_steps", "steps", "batch_tokens", "draft_vocab_size", "eval_every",
         "eval_documents", "save_every", "log_every", "resamples", "repeats", "threads", "tp_size",
-        "batch_documents", "served_prompts", "num_draft_tokens"), _COUNT),
+        "batch_documents", "served_prompts", "num_draft_tokens", "topk"), _COUNT),
     "chunked_prefill_tokens": {"ge": 0}, "mode": ("prefill", "decode"),
     "heldout": {"ge": 2},  # an interval needs two
     "seed": {"ge": 0}, "warmup_steps": {"ge": 0}, "boundaries": {"ge": 0}, "weight_decay": {"ge": 0},
@@ -135,6 +135,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     "learning_rate": {"gt": 0}, "gradient_clip": {"gt": 0}, "step_decay": {"gt": 0, "le": 1},
     "confidence": {"gt": 0, "lt": 1}, "heldout_share": {"gt": 0, "lt": 1},
     "engine": ("hf", "vllm", "sglang"), "engines": ("hf", "vllm", "sglang"), "serve_in": ("vllm", "sglang"),
+    "draft_sample_method": ("greedy", "probabilistic"),
     "dtype": ("bfloat16", "float32"), "device": ("auto", "cpu", "cuda"),
 }
 

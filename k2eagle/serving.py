@@ -137,8 +137,9 @@ def serve(
     num_draft: int | None = None,  # K; None is 3, or what the server at url drafts
     topk: int = 1,               # 1 drafts a chain; more a tree, in SGLang
     num_draft_tokens: int | None = None,  # D of a tree, root included
+    draft_sample_method: str = "greedy",  # 'greedy' | 'probabilistic', in vLLM
     max_new_tokens: int = 64,
-    temperature: float = 0.0,    # 0 is greedy; on a CPU SGLang can do no other
+    temperature: float = 0.0,    # 0 is greedy; on a CPU an engine with a drafter can do no other
     dtype: str = "bfloat16",
     seed: int = 0,               # of sampled answers; with a drafter, vLLM 0.32.0 on a CPU does not repeat them
     engine_options: dict | None = None,  # fields of `jobs.EngineOptions`; batch_documents is how many requests run together
@@ -149,7 +150,7 @@ def serve(
     steps, options = 3 if num_draft is None else num_draft, options_for(engine, engine_options, None)
     _check_request(engine, steps, max_new_tokens, temperature, dtype, options)
     target, drafter = targets.resolve(target), drafter and Path(drafter).absolute()
-    speculation = jobs.Speculation(str(drafter), steps, topk, num_draft_tokens) if drafter and not url else None
+    speculation = jobs.Speculation(str(drafter), steps, topk, num_draft_tokens, draft_sample_method) if drafter and not url else None
     config, documents = read_json(drafter / "config.json") if drafter else {}, prompt_documents(prompts, target)
     job = jobs.job("answer", target, documents, (), dtype, options, max_new_tokens, temperature, seed, speculation)
     source = nullcontext(Asked(engine, url, job, Path(folder), patience_s)) if url else jobs.at_work(engine, job, Path(folder), patience_s)

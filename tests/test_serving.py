@@ -44,6 +44,15 @@ def served(trained, engine_python, tmp_path_factory):
     return once
 
 
+def walked_alike(served: serving.Served, simulated: accept.Acceptance, measured) -> int:
+    "Compare the counts of requests that the engine answered with the very text of the store; return how many."
+    said = {document.id: document.tokens[document.loss_mask].tolist() for document in (measured[index] for index in range(len(measured)))}
+    rows = [(row, other) for row, other in zip(served.frame.itertuples(), simulated.frame.itertuples()) if said[row.id] == served.answers[row.id]]
+    for row, other in rows:  # the engine's last steps may reach past the answer; the walk leaves them out
+        assert row.id == other.id and 0 <= row.drafts - other.drafts <= 3 and 0 <= row.accepted - other.accepted <= 6, (row, other)
+    return len(rows)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_served_is_simulated_and_the_text_is_the_target_s(engine, trained, served, tmp_path):
     drafter, _, measured = trained
@@ -60,31 +69,28 @@ def test_served_is_simulated_and_the_text_is_the_target_s(engine, trained, serve
     assert len(same) >= PROMPTS - 1, "one stream in float32: speculation must not change the text"
 
     simulated = accept.simulate(drafter, measured)
-    known = {measured[index].id: measured[index] for index in range(len(measured))}
-    exact = 0
-    for row, other in zip(served.frame.itertuples(), simulated.frame.itertuples()):
-        document = known[row.id]
-        if document.tokens[document.loss_mask].tolist() == served.answers[row.id]:  # the very same text: the walk is what the engine did
-            exact += 1
-            assert row.id == other.id and 0 <= row.drafts - other.drafts <= 3 and 0 <= row.accepted - other.accepted <= 6, (row, other)
-    assert exact >= PROMPTS - 1
+    assert walked_alike(served, simulated, measured) >= PROMPTS - 1
     assert accept.compare_served(simulated, accept.of_served(served))[0].severity == "note"
     with pytest.raises(ValueError, match="drafted nothing"):
         accept.of_served(plain)
 
 
-def test_tree_in_sglang_keeps_at_least_what_its_chain_keeps(trained, engine_python, tmp_path):
+def test_tree_in_sglang_is_simulated_and_keeps_more_than_a_chain(trained, engine_python, tmp_path):
     engine_python("sglang")
     options = dict(max_new_tokens=TOKENS, dtype="float32", engine_options={"device": "cpu", "batch_documents": 4})
     tree = serving.serve("sglang", text.prompts(PROMPTS, "heldout"), tmp_path, drafter=trained[1], topk=4, num_draft_tokens=8, **options)
     assert tree.frame.drafted.sum() == 7 * tree.frame.drafts.sum()  # nodes of the tree, its root left out
-    chain = accept.simulate(trained[0], trained[2])
-    assert accept.of_served(tree).accept_len > chain.ci[0]
+    simulated = accept.simulate(trained[0], trained[2], topk=4, num_draft_tokens=8)
+    assert walked_alike(tree, simulated, trained[2]) >= PROMPTS - 2
+    assert accept.compare_served(simulated, accept.of_served(tree))[0].severity == "note"
+    assert accept.of_served(tree).accept_len > accept.simulate(trained[0], trained[2]).accept_len
 
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(engine="vllm", topk=4, num_draft_tokens=8), "drafts a chain"),
     (dict(engine="sglang", temperature=0.7), "verifies greedily on a CPU"),
+    (dict(engine="vllm", temperature=0.7), "loses the temperature"),
+    (dict(engine="sglang", draft_sample_method="probabilistic"), "SGLang drafts greedily"),
 ])
 def test_what_an_engine_cannot_do_is_said(given, message, trained, engine_python, tmp_path):
     from k2eagle.jobs import EngineError

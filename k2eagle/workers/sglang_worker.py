@@ -511,6 +511,8 @@ def speculating(
         return {}
     if job["device"] == "cpu" and job["temperature"]:
         raise ValueError(f"temperature {job['temperature']}; SGLang verifies greedily on a CPU: expected 0")
+    if wanted["draft_sample_method"] != "greedy":
+        raise ValueError(f"draft_sample_method {wanted['draft_sample_method']}; SGLang drafts greedily: expected greedy, or vLLM")
     return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": wanted["drafter"],
             "speculative_num_steps": wanted["num_draft"], "speculative_eagle_topk": wanted["topk"],
             "speculative_num_draft_tokens": wanted["num_draft_tokens"] or wanted["num_draft"] + 1}

@@ -110,7 +110,10 @@ def speculating(
         return {}
     if wanted["topk"] != 1:
         raise ValueError(f"topk {wanted['topk']}; vLLM drafts a chain here: expected 1, or SGLang for a tree")
-    drafting = {"method": "eagle3", "model": wanted["drafter"], "num_speculative_tokens": wanted["num_draft"]}
+    if job["device"] == "cpu" and job["temperature"]:  # 0.32.0, utils/cpu_triton_utils.py, _expand_kernel_impl; run, and noise came
+        raise ValueError(f"temperature {job['temperature']}; vLLM on a CPU loses the temperature when it verifies drafts, and writes noise: expected 0")
+    sampled = {"draft_sample_method": wanted["draft_sample_method"]} if wanted["draft_sample_method"] != "greedy" else {}
+    drafting = {"method": "eagle3", "model": wanted["drafter"], "num_speculative_tokens": wanted["num_draft"], **sampled}
     return {"disable_log_stats": False, "speculative_config": {**drafting, **job["engine_args"].get("speculative_config", {})}}
 
 # %% ../../nbs/workers/vllm_worker.ipynb #97b3c057
