@@ -522,8 +522,8 @@ def _joined(head: bytes, message: bytes, following: bytes):
         own = _COLOUR.sub(b"", text) if b"\x1b" in text else text
         own = own.rstrip(b"\r")
         own = own[len(lead):] if lead and own.startswith(lead) else own
-        if _FRESH.match(own) or _MESSAGE.search(own):
-            return
+        if _FRESH.match(own) or _MESSAGE.search(own) or len(_MENTION.findall(own)) < len(_MENTION.findall(text)):
+            return  # another line begins, or what was taken off has a mention of the metrics in it
         message, used = message.rstrip(b"\r") + own, used + len(text) + 1
         yield message, used
 
