@@ -71,14 +71,17 @@ _NO_TIME, _NAN = -2 ** 63, float("nan")  # what numpy calls not-a-time and not-a
 def _milliseconds(text: str) -> int:
     "Milliseconds since 1970 of a date and time; raises ValueError for a date that does not exist."
     moment = datetime.fromisoformat(text.replace(",", ".")).replace(tzinfo=timezone.utc)
-    return round((moment - datetime(1970, 1, 1, tzinfo=timezone.utc)) / timedelta(milliseconds=1))
+    return (moment - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(milliseconds=1)
 
 
 def _times(stamps) -> list:
     "Milliseconds since 1970 of many times; _NO_TIME for those that do not exist."
+    texts = np.array(stamps, dtype="S23")
+    letters = texts.view(np.uint8)
+    letters[letters == ord(",")] = ord(".")
     try:
-        return np.array(stamps, dtype="S23").astype("datetime64[ms]").astype(np.int64).tolist()
-    except ValueError:  # a comma, or a date such as the 30th of February
+        return texts.astype("datetime64[ms]").astype(np.int64).tolist()
+    except ValueError:  # a date such as the 30th of February
         return [_time_or_none(stamp.decode()) for stamp in stamps]
 
 
