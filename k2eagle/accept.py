@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Acceptance', 'wilson', 'resampled_ratios', 'bootstrap_ratio', 'summarize', 'positions_frame', 'accept_len_frame',
-           'walk', 'check_fit', 'simulate', 'decode', 'of_served', 'serve', 'served_gap', 'compare_served']
+           'walk', 'check_fit', 'simulate', 'decode', 'of_served', 'serve', 'served_gap', 'compare_served', 'of_log']
 
 # %% ../nbs/41_accept.ipynb #5f819123
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from . import serving, targets
 from .drafter import draft
 from .findings import Finding, Findings
 from .layers import default_boundaries
-from .logs import read_log
+from .logs import estimate_counts, read_log
 from .rejection import draft_chances, kept_by_rule, target_chances
 from .tree import draft_tree, kept_depth, tree_size
 
@@ -29,7 +29,7 @@ from .tree import draft_tree, kept_depth, tree_size
 class Acceptance:
     "Counts of speculative decoding, and what follows from them."
     drafts: int           # verify steps with a proposal
-    drafted: int          # proposed tokens
+    drafted: int | float  # proposed tokens; NaN where the source does not tell
     accepted: int         # proposed tokens the target kept; the bonus token is not among them
     kept: tuple           # steps that kept at least 1, 2, … K tokens
     num_draft: int | None  # K, or None where the source does not tell
@@ -90,22 +90,22 @@ def bootstrap_ratio(
 
 # %% ../nbs/41_accept.ipynb #15f3cc79
 def summarize(
-    frame: pd.DataFrame,         # columns drafts, drafted, accepted, pos_1 … pos_K (steps that kept at least k)
+    frame: pd.DataFrame,         # columns drafts, accepted, and where known drafted and pos_1 … pos_K (steps that kept at least k)
     num_draft: int | None = None,  # K; read from the columns, or from what a log said, when not given
     source: str = "simulated",   # label for tables and charts
     confidence: float = 0.95,
     seed: int = 0,               # of the bootstrap
 ) -> Acceptance:
     "Pool counts into an `Acceptance` with intervals."
-    missing = {"drafts", "drafted", "accepted"} - set(frame.columns)
+    missing = {"drafts", "accepted"} - set(frame.columns)
     if missing:
         raise ValueError(f"columns {sorted(missing)} are missing; have {list(frame.columns)}, expected counts a row")
     columns = [name for name in frame.columns if name.startswith("pos_")]
     total = frame.drop(columns="id", errors="ignore").sum()
-    drafts = int(total["drafts"])
+    drafts, told = int(total["drafts"]), "drafted" in frame and frame["drafted"].notna().all()
     kept = tuple(int(total[name]) for name in columns)
     ci, kept_ci = _intervals(frame, columns, drafts, confidence, seed) if drafts else ((float("nan"),) * 2, ())
-    return Acceptance(drafts, int(total["drafted"]), int(total["accepted"]), kept,
+    return Acceptance(drafts, int(total["drafted"]) if told else float("nan"), int(total["accepted"]), kept,
                       num_draft or len(columns) or frame.attrs.get("log", {}).get("num_draft"), ci, kept_ci, source, frame)
 
 # %% ../nbs/41_accept.ipynb #9e2c5c74
@@ -121,8 +121,10 @@ def _intervals(frame, columns, drafts, confidence, seed) -> tuple:
     low, high = bootstrap_ratio(frame["accepted"].to_numpy(), steps, confidence, seed)
     if not low < high and kept_ci:  # one row, or no spread to resample: add up the positions' own intervals
         low, high = (sum(interval[side] for interval in kept_ci) for side in (0, 1))
-    elif not low < high and frame["drafted"].sum() > 0:  # positions are not known either
-        low, high = (share * frame["drafted"].sum() / drafts for share in wilson(frame["accepted"].sum(), frame["drafted"].sum(), confidence))
+    elif not low < high:  # positions are not known either
+        drafted, accepted = (frame[name].sum() if name in frame else 0 for name in ("drafted", "accepted"))
+        known = drafted >= max(1, accepted)
+        low, high = (share * drafted / drafts for share in wilson(accepted, drafted, confidence)) if known else (float("nan"),) * 2
     return (1 + low, 1 + high), kept_ci
 
 # %% ../nbs/41_accept.ipynb #5206cfd6
@@ -130,20 +132,21 @@ def positions_frame(
     *acceptances: Acceptance,
 ) -> pd.DataFrame:  # source, position, share, low, high, n
     "One row a source and draft position."
-    nan = (float("nan"), float("nan"))
+    nan, columns = (float("nan"), float("nan")), ["source", "position", "share", "low", "high", "n"]
     return pd.DataFrame([
         dict(source=a.source, position=k + 1, share=share, low=low, high=high, n=a.drafts)
         for a in acceptances
-        for k, (share, (low, high)) in enumerate(zip(a.per_position, a.kept_ci or (nan,) * len(a.kept)))])
+        for k, (share, (low, high)) in enumerate(zip(a.per_position, a.kept_ci or (nan,) * len(a.kept)))], columns=columns)
 
 
 def accept_len_frame(
     *acceptances: Acceptance,
 ) -> pd.DataFrame:  # source, accept_len, low, high, rate, drafts, drafted, accepted, num_draft
     "One row a source."
+    columns = ["source", "accept_len", "low", "high", "rate", "drafts", "drafted", "accepted", "num_draft"]
     return pd.DataFrame([
         dict(source=a.source, accept_len=a.accept_len, low=a.ci[0], high=a.ci[1], rate=a.rate, drafts=a.drafts,
-             drafted=a.drafted, accepted=a.accepted, num_draft=a.num_draft) for a in acceptances])
+             drafted=a.drafted, accepted=a.accepted, num_draft=a.num_draft) for a in acceptances], columns=columns)
 
 # %% ../nbs/41_accept.ipynb #2c9f9e83
 def walk(
@@ -370,4 +373,32 @@ def compare_served(simulated: Acceptance, served: Acceptance, seed: int = 0) -> 
                          "tree with one of its size")
     proof = (f"accept length {served.accept_len:.2f} against {simulated.accept_len:.2f}: {gap:+.2f} [{low:+.2f}, {high:+.2f}], "
              f"{served.drafts:,} and {simulated.drafts:,} verify steps")
-    return Findings([_verdict(low, high, served.source, proof), *served.findings])
+    return Findings([_verdict(low, high, served.source, proof), *_other_prompts(simulated, served), *served.findings])
+
+
+def _other_prompts(simulated: Acceptance, served: Acceptance) -> list:
+    "A finding where the two are known to be of other prompts."
+    ids = [set(one.frame.get("id", ())) if one.frame is not None and len(one.frame) > 1 else set() for one in (simulated, served)]
+    if not all(ids) or ids[0] == ids[1]:
+        return []
+    return [Finding("other-prompts", "warning", served.source, "was not asked the prompts that were simulated, which may be why lengths differ",
+                    f"{len(ids[0] & ids[1])} of {len(ids[0])} simulated and {len(ids[1])} served are the same", "simulate with documents= those that are served")]
+
+# %% ../nbs/41_accept.ipynb #f78ce678
+def of_log(
+    frame: pd.DataFrame,        # from `read_log` or `counters.read_counters`
+    decode_interval: int = 40,  # SGLang's --decode-log-interval
+    seed: int = 0,              # of the bootstrap
+) -> list:                      # an `Acceptance` for each engine and K; none where no verify step was logged
+    "Pool what a server said, over its windows."
+    counted = estimate_counts(frame, decode_interval)
+    counted = counted[(counted.drafts > 0) & np.isfinite(counted.accepted)]
+    exact = frame.drafts[counted.index].notna()
+    sizes = (counted.drafted / counted.drafts).round().where(exact).fillna(0).astype(int)  # K, of lines that count
+    pooled = []
+    for (engine, size), rows in counted.groupby(["engine", sizes]):
+        columns = ["drafts", "drafted", "accepted", *(name for name in rows if name.startswith("pos_"))]
+        several = sizes[counted.engine == engine].nunique() > 1
+        source = engine + (f", K = {size}" if several and size else "") + ("" if exact[rows.index].all() else " (weighted by running requests)")
+        pooled.append(summarize(rows[columns].dropna(axis=1), size or None, source, seed=seed))
+    return pooled

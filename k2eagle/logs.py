@@ -992,8 +992,8 @@ def estimate_counts(
     drafts = (out.running.fillna(1).clip(lower=1) * decode_interval).where(out.drafts.isna(), out.drafts)
     accepted = (drafts * (out.accept_len - 1)).where(out.accepted.isna(), out.accepted)
     num_draft = ((out.accept_len - 1) / out.rate.where(out.rate > 0)).where(out.rate_logged.isna() | (out.rate > 0.02))
-    known = frame.attrs.get("log", {}).get("num_draft")
-    drafted = drafts * (known if known else num_draft)
+    log = frame.attrs.get("log", {})
+    drafted = drafts * (float("nan") if log.get("adaptive") else log.get("num_draft") or num_draft)  # an adaptive server changes K as it goes
     out["drafts"], out["accepted"] = drafts, accepted
     out["drafted"] = drafted.where(out.drafted.isna(), out.drafted)
     return out
