@@ -136,7 +136,7 @@ def test_acceptance_run_repeats_the_figure_of_the_pipeline_and_serves(unbroken, 
     assert finished.returncode == 0, finished.stderr
     results = runs.read_results(tmp_path / "acceptance")
     served, lengths = results["served"], results["accept_len"]
-    assert served["source"].tolist() == ["K = 3", "served by vllm 0.32.0"] and served["drafts"].iloc[1] > 10
+    assert served["source"].tolist() == ["simulated", "served by vllm 0.32.0"] and served["drafts"].iloc[1] > 10
     assert results["findings"]["code"].tolist() == ["served-as-simulated"]
     assert lengths["num_draft"].tolist() == [1, 2, 3]
     assert lengths["accept_len"].iloc[-1] == pytest.approx(runs.read_results(unbroken)["report"]["accept_len"])
