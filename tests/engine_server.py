@@ -12,7 +12,7 @@ from k2eagle import engines, targets
 QUICK = {"OMP_WAIT_POLICY": "PASSIVE", "K2EAGLE_HEADLESS": "1"}
 COMMANDS = {"vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model", "{target}", "--enforce-eager", "--max-model-len", "512"],
             "sglang": ["-m", "sglang.launch_server", "--model-path", "{target}", "--device", "cpu", "--disable-cuda-graph",
-                       "--disable-overlap-schedule", "--skip-server-warmup", "--max-total-tokens", "4096", "--mem-fraction-static", "0.1"]}
+                       "--disable-overlap-schedule", "--skip-server-warmup", "--max-total-tokens", "4096", "--mem-fraction-static", "0.5"]}
 
 
 def free_port() -> int:
