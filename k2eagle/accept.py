@@ -103,12 +103,25 @@ def summarize(
     columns = [name for name in frame.columns if name.startswith("pos_")]
     total = frame.drop(columns="id", errors="ignore").sum()
     drafts, told = int(total["drafts"]), "drafted" in frame and frame["drafted"].notna().all()
+    _check_counts(frame, total, columns, told)
     kept = tuple(int(total[name]) for name in columns)
     ci, kept_ci = _intervals(frame, columns, drafts, confidence, seed) if drafts else ((float("nan"),) * 2, ())
     return Acceptance(drafts, int(total["drafted"]) if told else float("nan"), int(total["accepted"]), kept,
                       num_draft or len(columns) or frame.attrs.get("log", {}).get("num_draft"), ci, kept_ci, source, frame)
 
 # %% ../nbs/41_accept.ipynb #9e2c5c74
+def _check_counts(frame, total, columns: list, told: bool):
+    "Refuse counts that no run can have; half a token is left to counts that are estimates."
+    counts = ["drafts", "accepted", *(["drafted"] if told else []), *columns]
+    below = [f"{name} {frame[name].min():g}" for name in counts if frame[name].min() < -1e-6]
+    falling = ["drafts", *columns]
+    wrong = [f"{name} {total[name]:g} of {total[most]:g} {most}" for name, most in
+             [*([("accepted", "drafted")] if told else []), *zip(columns, falling)] if total[name] > total[most] + 0.5]
+    if below or wrong:
+        raise ValueError(f"{', '.join(below + wrong)}; expected counts from 0 on, accepted at most drafted, and pos_1 … pos_K never rising, "
+                         "drafts at most: check what the columns hold, and that all are of the same steps")
+
+
 def _intervals(frame, columns, drafts, confidence, seed) -> tuple:
     "Intervals of the accept length and of each position's share."
     steps = frame["drafts"].to_numpy()
