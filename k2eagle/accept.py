@@ -186,8 +186,8 @@ def check_fit(
 ):
     "Refuse a store that the drafter cannot read, or that says nothing about the temperature asked for."
     config = drafter.config
-    if num_draft < 1:
-        raise ValueError(f"num_draft {num_draft}; expected at least 1 draft token a step")
+    if not isinstance(num_draft, int | np.integer) or num_draft < 1:
+        raise ValueError(f"num_draft {num_draft!r}; expected a whole number, at least 1 draft token a step")
     width = config.target_hidden_size or config.hidden_size
     if manifest.hidden_size != width:
         raise ValueError(f"the store's states are {manifest.hidden_size} wide, the drafter reads {width}: another target")
@@ -258,6 +258,10 @@ def simulate(
 ) -> Acceptance:                # `.frame` has one row a document
     "Measure acceptance offline, walking the documents as decoding would."
     check_fit(drafter, store.manifest, num_draft, temperature)
+    longest = (store.manifest.answers or {}).get("max_new_tokens")
+    if longest and num_draft >= longest:
+        raise ValueError(f"num_draft {num_draft}, and the store's answers have {longest} tokens at most; expected num_draft below that, since a step "
+                         "is counted only where all its drafts lie inside the answer: take a smaller num_draft, or capture longer answers")
     size = tree_size(num_draft, topk, num_draft_tokens)
     keep = _keeper(drafter, store, num_draft, temperature, topk, size, draft_sample_method, target, seed)
     rows = []
