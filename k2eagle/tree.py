@@ -7,6 +7,7 @@ __all__ = ['Tree', 'tree_size', 'draft_tree', 'kept_depth']
 
 # %% ../nbs/34_tree.ipynb #4e571639
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -28,9 +29,15 @@ def tree_size(
     num_draft_tokens: int | None,  # nodes, the root included; None for a chain
 ) -> int:                          # nodes, the root included
     "Size a tree, and refuse one that cannot be grown."
+    given = dict(num_draft=num_draft, topk=topk) | ({} if num_draft_tokens is None else dict(num_draft_tokens=num_draft_tokens))
+    wrong = ", ".join(f"{name} {value!r}" for name, value in given.items() if not isinstance(value, Integral))
+    if wrong:
+        raise ValueError(f"{wrong}; expected whole numbers")
+    if topk > 1 and num_draft_tokens is None:
+        raise ValueError(f"topk {topk} and num_draft_tokens None; a tree of that many paths has no size of its own: give num_draft_tokens")
     most = 1 + topk + (num_draft - 1) * topk ** 2
     size = num_draft + 1 if num_draft_tokens is None and topk == 1 else num_draft_tokens
-    if min(num_draft, topk) < 1 or size is None or not num_draft < size <= most:
+    if min(num_draft, topk) < 1 or not num_draft < size <= most:
         raise ValueError(f"num_draft {num_draft}, topk {topk}, num_draft_tokens {num_draft_tokens}; expected at least 1 and 1, and from "
                          f"num_draft + 1 to {max(most, 2)} tokens, root included")
     return size
@@ -86,6 +93,8 @@ def draft_tree(
 ) -> Tree:                  # of num_draft_tokens - 1 nodes a position
     "Grow a tree from every position, as SGLang 0.5.23 does (srt/speculative/spec_utils.py, eagle_utils.py)."
     tree_size(num_draft, topk, num_draft_tokens)
+    if topk > drafter.lm_head.out_features:
+        raise ValueError(f"topk {topk}, and the drafter knows {drafter.lm_head.out_features} tokens; expected at most as many: take a smaller topk")
     levels = _grow(drafter, drafter.fuse(hidden.to(drafter.fc.weight.dtype)), tokens, num_draft, topk)
     sizes = torch.tensor([level[0].shape[-1] for level in levels], device=tokens.device)
     starts = sizes.cumsum(0) - sizes
