@@ -45,8 +45,17 @@ def _table(rows: list, findings: list) -> pd.DataFrame:
         frame[name] = column.astype("int64") if whole else column.astype(float)
     for name in ("accept_len", "rate", "rate_logged", "running", "tokens_per_s"):
         frame[name] = frame[name].astype(float)
-    frame.attrs["findings"] = [asdict(finding) for finding in findings]
+    frame.attrs["findings"] = [asdict(finding) for finding in [*_impossible(frame), *findings]]
     return frame
+
+
+def _impossible(frame: pd.DataFrame) -> list:
+    "A finding about rows whose counts no run can have."
+    counts = frame[["drafts", "drafted", "accepted"]]
+    wrong = frame[(counts < 0).any(axis=1) | (counts.accepted > counts.drafted)]
+    shown = "; ".join(f"line {row.line}: {row.accepted:g} accepted of {row.drafted:g} drafted in {row.drafts:g} steps" for row in wrong[:3].itertuples())
+    return [Finding("impossible-counts", "error", "source", f"{len(wrong)} of {len(frame)} rows accept more than was drafted, or count below 0", shown,
+                    "do not pool them; find out what was counted, or which version wrote it")] if len(wrong) else []
 
 
 def describe_counters(
