@@ -48,7 +48,7 @@ def _table(rows: list, findings: list) -> pd.DataFrame:
     frame.attrs["findings"] = [asdict(finding) for finding in [*_impossible(frame), *findings]]
     return frame
 
-
+# %% ../nbs/38_counters.ipynb #8ea428a3
 def _impossible(frame: pd.DataFrame) -> list:
     "A finding about rows whose counts no run can have."
     counts = frame[["drafts", "drafted", "accepted"]]
