@@ -237,6 +237,9 @@ def _rate(accept_len: float, dialect: Dialect, setup: Setup) -> float:
     return (accept_len - 1 + bonus) / denominator
 
 # %% ../nbs/36_dialects.ipynb #b2f552cd
+_RISE = 0.001 + 1e-9  # by so much positions may rise that are rounded to three places
+
+
 @dataclass(frozen=True)
 class Reading:
     "What a printed number says in the package's own terms."
@@ -258,7 +261,7 @@ def understand(
                          + _instead(dialect, setup))
     joint = ()
     if dialect.kind == "positions":
-        joint = joint_of(value) if "conditional" in dialect.name else tuple(value)
+        joint = _joint(tuple(value), dialect, setup)
         accept_len = 1 + sum(joint)
     elif dialect.kind == "length":
         accept_len = float(value)
@@ -272,6 +275,20 @@ def understand(
     return Reading(accept_len, (accept_len - 1) / (setup.verified - 1), joint, note)
 
 # %% ../nbs/36_dialects.ipynb #bd8fedf8
+def _joint(shares: tuple, dialect: Dialect, setup: Setup) -> tuple:
+    "Joint rates out of printed positions; refuses those that no run of this set-up can have."
+    shown, conditional = ", ".join(f"{share:.3g}" for share in shares), "conditional" in dialect.name
+    if len(shares) != setup.num_draft:
+        raise ValueError(f"{dialect.name} {shown}: {len(shares)} positions; expected {setup.num_draft}, one for each draft of a path: check the set-up")
+    if any(share < 0 or share > 1 for share in shares):
+        raise ValueError(f"{dialect.name} {shown}: expected fractions from 0 to 1; divide percent by 100")
+    rising = next((k + 2 for k, (before, after) in enumerate(zip(shares, shares[1:])) if after > before + _RISE), None)
+    if rising and not conditional:
+        raise ValueError(f"{dialect.name} {shown}: they rise at position {rising}, which a share of all steps that keep at least k drafts cannot; "
+                         "if these are conditional, read them as 'modelopt conditional'")
+    return joint_of(shares) if conditional else shares
+
+
 def _instead(dialect: Dialect, setup: Setup) -> str:
     "What to use in place of a number that cannot be converted."
     if dialect.name == "vllm v0 rate":
@@ -365,7 +382,7 @@ def _percent(value: float, what: str, subject: str) -> Finding:
 
 def _check_positions(positions: tuple, accept_len, label: str, subject: str, unit: float) -> list:
     "Are per-position rates what they are called?"
-    rising = [k + 2 for k, (before, after) in enumerate(zip(positions, positions[1:])) if after > before + 0.001]
+    rising = [k + 2 for k, (before, after) in enumerate(zip(positions, positions[1:])) if after > before + _RISE]
     lengths = {"joint": 1 + sum(positions), "conditional": 1 + sum(joint_of(positions))}
     other = "conditional" if label == "joint" else "joint"
     shown = ", ".join(f"{share:.3g}" for share in positions)
