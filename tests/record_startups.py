@@ -1,6 +1,6 @@
 """Record starts of real servers, good and bad: what the server wrote, and what its processes did meanwhile.
 
-Run in the clone: python tests/record_startups.py [--case ENGINE_CASE …] [--list]; without a case all are recorded, one after the other (about half an hour)
+Run in the clone: python tests/record_startups.py [--case ENGINE_CASE …] [--list]; without a case all are recorded, one after the other (about 40 minutes)
 Writes tests/fixtures/startup/ENGINE_CASE.log and .evidence.json. Names of this machine become $TARGET, $DRAFTER, $VENV and the like; process ids stay.
 """
 import argparse
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from k2eagle import engines, layers, targets, text
 from k2eagle.checkpoint import save
-from k2eagle.drafter import config_for, new_drafter
+from k2eagle.drafter import Drafter, config_for, new_drafter
 
 FOLDER = Path(__file__).parent / "fixtures" / "startup"
 READY = {"vllm": r"Application startup complete", "sglang": r"The server is fired up and ready to roll"}
@@ -73,11 +73,12 @@ def cases() -> list:
         add("eagle3_no_weights", "the drafter's folder has a config.json and no weights", drafter="no_weights")
         add("eagle3_no_fc", "the drafter's fc.weight is not in its file", drafter="no_fc")
         add("eagle3_unknown_architecture", "the drafter's config.json names an architecture that no engine has", drafter="unknown_architecture")
-        add("port_taken", "another program listens on the server's port", port_taken=True)
+        add("port_taken", "another program listens on the server's port", port_taken=True, then_s=30)
         add("engine_killed_loading", "kill -9 of the engine's process while it loads", after=LOADING[engine], do="kill engine", then_s=25)
         add("engine_killed_ready", "kill -9 of the engine's process after the server was ready", do="kill engine", then_s=25, wait_s=3)
         add("server_killed_loading", "kill -9 of the server's first process while the engine loads", after=LOADING[engine], do="kill server", then_s=20)
         add("stopped_loading", "SIGTERM to the server's first process while the engine loads", after=LOADING[engine], do="stop server", then_s=25)
+        add("interrupted_loading", "SIGINT (Ctrl-C) to the server's first process while the engine loads", after=LOADING[engine], do="interrupt server", then_s=25)
         add("frozen_loading", "kill -STOP of the engine's process while it loads", after=LOADING[engine], do="freeze engine", then_s=60, step_s=2)
         add("frozen_importing", "kill -STOP of the engine's process 3 s after it began to import", after=BORN[engine], do="freeze engine", then_s=60,
             wait_s=3, step_s=2)
@@ -90,19 +91,24 @@ def cases() -> list:
         Case("vllm", "restarted", "killed while it loaded, then started again into the same file", before="server_killed_loading"),
         Case("sglang", "restarted", "killed while it loaded, then started again into the same file", before="server_killed_loading"),
         Case("vllm", "three_ranks", "tensor parallel over three ranks", ["--tensor-parallel-size", "3"], THREE),
-        Case("sglang", "three_ranks", "tensor parallel over three ranks", ["--tp-size", "3"]),
+        Case("sglang", "three_ranks", "tensor parallel over three ranks", ["--tp-size", "3"], BOUND),
+        Case("sglang", "detokenizer_frozen", "kill -STOP of the detokenizer while it imports; one token asked for, 20 s", after=BORN["sglang"],
+             do="freeze detokenizer", then_s=40, wait_s=3),
+        Case("sglang", "ranks_unbound", "three ranks on one NUMA node, and no word of which cores they take", ["--tp-size", "3"]),
         Case("vllm", "rank_killed_loading", "kill -9 of rank 1 of three while it loads", ["--tensor-parallel-size", "3"], THREE,
              after=LOADING["vllm"], do="kill rank", then_s=40),
-        Case("sglang", "rank_killed_loading", "kill -9 of rank 1 of three while it loads", ["--tp-size", "3"], after=LOADING["sglang"], do="kill rank", then_s=40),
+        Case("sglang", "rank_killed_loading", "kill -9 of rank 1 of three while it loads", ["--tp-size", "3"], BOUND,
+             after=LOADING["sglang"], do="kill rank", then_s=40),
         Case("vllm", "rank_frozen_loading", "kill -STOP of rank 1 of three while it loads", ["--tensor-parallel-size", "3"], THREE,
              after=LOADING["vllm"], do="freeze rank", then_s=60, step_s=2),
-        Case("sglang", "rank_frozen_loading", "kill -STOP of rank 1 of three while it loads", ["--tp-size", "3"], after=LOADING["sglang"], do="freeze rank",
-             then_s=60, step_s=2),
+        Case("sglang", "rank_frozen_loading", "kill -STOP of rank 1 of three while it loads", ["--tp-size", "3"], BOUND,
+             after=LOADING["sglang"], do="freeze rank", then_s=60, step_s=2),
     ]
     return made
 
 
 BORN = {"vllm": r"non-default args|Using max model len|max_model_len", "sglang": r"server_args="}
+BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0"}
 THREE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -131,18 +137,12 @@ def no_fc(folder: Path):
 
 
 def wrong_hidden(folder: Path):
-    "Weights and config of a narrower target."
-    good(folder)
-    config, width = json.loads((folder / "config.json").read_text()), 512
-    old = config["hidden_size"]
-    weights = {name: _narrower(weight, old, width) for name, weight in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": width}, indent=2))
-
-
-def _narrower(weight, old: int, width: int):
-    "Cut each side that is a multiple of the hidden size; the heads' side stays."
-    return weight[tuple(slice(side // old * width) if side % old == 0 and old * 4 > side else slice(None) for side in weight.shape)].contiguous()
+    "A drafter for another, narrower target."
+    facts = targets.facts(targets.default_target())
+    torch.manual_seed(0)
+    narrow = Drafter(config_for(facts, DRAFT_VOCAB, hidden_size=512, num_attention_heads=8, num_key_value_heads=4))
+    narrow.t2d[:DRAFT_VOCAB] = True
+    save(narrow.bfloat16(), folder)
 
 
 def unknown_architecture(folder: Path):
@@ -193,19 +193,19 @@ def look(session: int) -> dict:
 
 ENGINE = re.compile(r"EngineCor|sglang::schedul")
 RANK = re.compile(r"Worker|sglang::schedul")
+DETOKENIZER = re.compile(r"sglang::detoken")
 
 
 def titled(session: int, pattern, which: int = 0) -> int:
-    "The process whose title a pattern finds."
+    "The process whose title a pattern finds; before titles are set, children are in the order of their birth."
     def title(pid):
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") + " " + Path(f"/proc/{pid}/comm").read_text()
         return ""
 
-    found = [pid for pid in members(session) if pid != session and pattern.search(title(pid))]
-    if not found:  # a title is set a little after birth; before, the youngest is the one
-        found = [max(members(session))]
-    return found[min(which, len(found) - 1)]
+    titles = {pid: title(pid) for pid in members(session) if pid != session}
+    found = [pid for pid, words in titles.items() if pattern.search(words)] or [pid for pid, words in titles.items() if "spawn_main" in words]
+    return found[max(which, -1)] if which < len(found) else found[-1]
 
 
 def breathe(session: int, over: threading.Event):
@@ -224,6 +224,8 @@ DEEDS = {
     "kill server": lambda session: os.kill(session, signal.SIGKILL),
     "stop server": lambda session: os.kill(session, signal.SIGTERM),
     "freeze engine": lambda session: os.kill(titled(session, ENGINE), signal.SIGSTOP),
+    "freeze detokenizer": lambda session: os.kill(titled(session, DETOKENIZER, -1), signal.SIGSTOP),
+    "interrupt server": lambda session: os.kill(session, signal.SIGINT),
     "freeze rank": lambda session: os.kill(titled(session, RANK, 1), signal.SIGSTOP),
     "slow down": None,
 }
@@ -265,7 +267,7 @@ def ask(port: int, target: str):
     "One token, from the server's own interface."
     body = json.dumps({"model": target, "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
+    return json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]
 
 
 def start(case: Case, folder: Path, port: int, words) -> subprocess.Popen:
@@ -306,9 +308,11 @@ def observe(case: Case, process: subprocess.Popen, log: Path, port: int, samples
                 happened["done_s"] = round(done_at, 2)
         if "ready_s" not in happened and re.search(ready, said):
             happened["ready_s"] = round(seconds, 2)
+            happened["answer"] = None
             with contextlib.suppress(OSError):
-                happened["answer"] = ask(port, str(targets.default_target()))["text"] if case.do in (None, "slow down") else None
-            done_at = done_at or time.monotonic() - begun
+                if case.do in (None, "slow down", "freeze detokenizer") and not case.port_taken:
+                    happened["answer"] = ask(port, str(targets.default_target()))["text"]
+            done_at = done_at if done_at and case.do else time.monotonic() - begun
         if (done_at and time.monotonic() - begun - done_at >= case.then_s) or seconds > LIMIT_S:
             break
         time.sleep(max(0, begun + case.step_s * (seconds // case.step_s + 1) - time.monotonic()))
