@@ -299,7 +299,7 @@ def _instead(dialect: Dialect, setup: Setup) -> str:
         return "use 1 + spec_num_correct_drafts / spec_verify_ct of the same metadata"
     return "use the accept length beside it, or counts" + (": K was not constant" if setup.adaptive else "")
 
-
+# %% ../nbs/36_dialects.ipynb #307ef125
 def _possible(accept_len: float, value, dialect: Dialect, setup: Setup):
     "Refuse a length that no run of this set-up can have; half a printed unit of rounding is allowed."
     slack = 0.005 * setup.verified + 1e-9
