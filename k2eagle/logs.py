@@ -156,6 +156,8 @@ class _State:
     estimated: int = 0                            # rows whose steps are
     examples: list = field(default_factory=list)  # (line, text) of the first unread lines
     plain: int = 0                                # decode lines and throughput lines without speculation
+    impossible: int = 0                           # lines of vLLM's with numbers that no run can have
+    doubtful: list = field(default_factory=list)  # (line, which numbers) of the first of them
 
     def add(self, *values):
         "Append a row: time, line, engine, rank, section, accept_len, rate, running, throughput."
@@ -180,6 +182,13 @@ def _miss(state: _State, line: int, text: bytes, mentions: int):
     state.unread += max(mentions, 0)
     if mentions > 0 and len(state.examples) < 20:
         state.examples.append((line, text[:300].decode(errors="replace")))
+
+
+def _doubt(state: _State, line: int, numbers: str):
+    "Count a line with numbers that no run can have."
+    state.impossible += 1
+    if len(state.doubtful) < 20:
+        state.doubtful.append((int(line), numbers))
 
 
 def _take(state: _State) -> tuple:
@@ -235,9 +244,15 @@ def _load(line: int, state: _State) -> tuple:
     return state.load[1:] if 0 <= line - state.load[0] <= 5 else (_NAN, _NAN)
 
 
-def _trusted(shares: tuple, mean: float) -> tuple:
-    "Per-position rates if they add up to the accept length; nothing where they are cut, or of another line."
-    return shares if abs(1 + sum(shares) - mean) <= 0.0051 + 0.0005 * len(shares) else ()
+def _credible(shares: tuple, mean: float, line: int, state: _State) -> tuple:
+    "Rates and length to go by, and whether they can be of any run: no rates where they are not, are cut, or are of another line."
+    long = mean < 1 - 0.0051 or len(shares) > 0 and mean > len(shares) + 1.0051
+    rising = any(after > before + 0.0010001 for before, after in zip((1, *shares), shares))  # joint ones never rise
+    if long or rising:
+        shown = ", ".join(f"{share:.3f}" for share in shares)
+        _doubt(state, line, f"accept length {mean:.2f} with per-position rates {shown or 'that are not there'}")
+        return (), _NAN if long else mean, False
+    return (shares if abs(1 + sum(shares) - mean) <= 0.0051 + 0.0005 * len(shares) else ()), mean, True
 
 
 def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
@@ -246,8 +261,8 @@ def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
     if not (0 <= accepted <= drafted < 2 ** 53):
         return False
     found = _FIELDS["positions"].search(message)
-    shares = _trusted(tuple(map(float, found[1].split(b","))), mean) if found else ()
-    state.partial += not shares and drafted > 0 and b"Per-position" in message
+    shares, mean, possible = _credible(tuple(map(float, found[1].split(b","))) if found else (), mean, line, state)
+    state.partial += possible and not shares and drafted > 0 and b"Per-position" in message
     steps, certain = _steps(mean, accepted, drafted, shares)
     state.estimated += not certain
     _add_counts(state, steps, drafted, accepted, shares)
@@ -261,13 +276,14 @@ def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
 def _read_v0(head: bytes, message: bytes, line: int, state: _State) -> bool:
     "Add the row of a line of vLLM's first engine, counts since its start; False where they are cut."
     num_draft, drafted, emitted = (_value(message, name) for name in ("v0_draft", "v0_drafted", "v0_emitted"))
-    if not (num_draft >= 1 and 0 <= drafted < 2 ** 53 and 0 <= emitted < 2 ** 53):
+    if not (num_draft >= 1 and 0 <= drafted < 2 ** 53 and 0 <= emitted - drafted / num_draft <= drafted):
         return False
     time, name = _prefix(head, state.latest)
     total, rank = np.array([drafted / num_draft, drafted, emitted - drafted / num_draft]), state.rank(name)
     added = total - state.totals.get(rank, 0)
     state.totals[rank] = total
-    steps, drafted, accepted = (total if (added < -1e-9).any() else added).tolist()  # a count that fell: the server was started again
+    restarted = (added < -1e-9).any() or added[2] > added[1] + 1e-9  # a count fell, or too few were drafted in between
+    steps, drafted, accepted = (total if restarted else added).tolist()
     state.estimated += not float(total[0]).is_integer()
     _add_counts(state, steps, drafted, accepted, ())
     state.add(time, line, _V0, rank, len(state.sections) - 1, _length(steps, True, accepted, _NAN), _value(message, "v0_rate"), _NAN, _NAN)
@@ -446,12 +462,12 @@ def _add_vllm(groups: list, lines, loads, state: _State):
     years = {day: b"%d-" % _year(day.decode(), [], state.latest) for day in {stamp[:5] for stamp in stamps}}
     known = {name: state.rank(_process_rank(name or b"")) for name in dict.fromkeys(processes)}
     for row, steps in enumerate(_whole_steps(mean, kept, drafts, shares)):
-        own = shares[row] if steps else _trusted(shares[row], mean[row])
-        steps, certain = (steps, True) if steps else _steps(mean[row], kept[row], drafts[row], own)
-        state.partial += not own
+        own, said, possible = (shares[row], mean[row], True) if steps else _credible(shares[row], mean[row], lines[row], state)
+        steps, certain = (steps, True) if steps else _steps(said, kept[row], drafts[row], own)
+        state.partial += possible and not own
         state.estimated += not certain
         _add_counts(state, steps, drafts[row], kept[row], own, row)
-        lengths.append(_length(steps, certain, kept[row], mean[row]))
+        lengths.append(_length(steps, certain, kept[row], said))
     _extend(state, _times([years[stamp[:5]] + stamp for stamp in stamps]), lines, [_VLLM] * len(lines), [known[name] for name in processes],
             [len(state.sections) - 1] * len(lines), lengths, [float(value) / 100 for value in percent], running, throughput)
 
@@ -465,7 +481,7 @@ def _whole_steps(mean: list, accepted: list, drafted: list, shares: list) -> lis
     even = np.maximum(drafted / width, 1)
     whole = np.abs(shares * even[:, None] - np.round(shares * even[:, None])) <= 0.0005001 * even[:, None]
     fits = (drafted > 0) & (even == np.round(even)) & (np.abs(1 + accepted / even - mean) <= 0.0050001) & whole.all(1)
-    fits &= np.abs(1 + shares.sum(1) - mean) <= 0.0051 + 0.0005 * width
+    fits &= (np.abs(1 + shares.sum(1) - mean) <= 0.0051 + 0.0005 * width) & (np.diff(shares, axis=1, prepend=1) <= 0.0010001).all(1)
     return np.where(fits, even, 0).tolist()
 
 # %% ../nbs/37_logs.ipynb #016505a4
@@ -553,7 +569,7 @@ _TOKENS = np.arange(2, 257)  # D that are tried
 def _admitted(accept_len: np.ndarray, rate: np.ndarray, tokens: np.ndarray = _TOKENS) -> dict:
     "For each definition, which D admit which lines: (lines, D) bool."
     length, rate, tokens = accept_len[:, None], rate[:, None], tokens[None, :]
-    possible = length <= tokens + 0.0051
+    possible = (length <= tokens + 0.0051) & (length >= 1 - 0.0051)
     new = np.abs(rate - (length - 1) / (tokens - 1)) <= 0.005 + 0.005 / (tokens - 1) + 1e-9
     old = np.abs(rate - length / tokens) <= 0.005 + 0.005 / tokens + 1e-9
     return {NEW: new & possible, OLD: old & possible}
@@ -636,9 +652,24 @@ def _resolve(tally: _Tally, section: _Section) -> tuple:
         rates[bare] = _rates(length[bare], printed[bare], None, tokens, section)
         if len(setups) != 1:
             setups.append(_setup(None, tokens, int(tally.weight[bare].sum()), int(tally.first[bare].min()), section))
+    rates[_impossible(length, _longest(setups, section))] = np.nan
     return rates, kinds, setups
 
+# %% ../nbs/37_logs.ipynb #10cd8c58
+def _longest(setups: list, section: _Section) -> float:
+    "The longest accept length that the set-ups of a section allow; infinite where that is open."
+    numbers = {setup.num_draft_tokens for setup in setups}
+    if section.adaptive or not numbers or None in numbers:
+        return math.inf
+    path = section.num_draft + 1 if section.num_draft and numbers == {section.num_draft_tokens} else math.inf  # a tree's, or the chain's own
+    return min(max(numbers), path)
 
+
+def _impossible(accept_len: np.ndarray, most: float) -> np.ndarray:
+    "Which lengths no run can have, beyond rounding."
+    return (accept_len < 1 - 0.0051) | (accept_len > most + 0.0051)
+
+# %% ../nbs/37_logs.ipynb #1b4fece3
 def _longer(accept_len: np.ndarray) -> np.ndarray:
     "D that are large enough for these lengths; the largest tried where none is."
     return _TOKENS[min(np.searchsorted(_TOKENS, accept_len.max() - 0.0051), len(_TOKENS) - 2):]
@@ -905,17 +936,37 @@ def _nothing(name: str, size: int, head: bytes, state: _State) -> str:
     return f"{name} is no log that is known, {state.lines} lines: none has {looked}"
 
 # %% ../nbs/37_logs.ipynb #a4ec7e97
+def _doubts(state: _State, answers: dict) -> tuple:
+    "How many lines have numbers that no run can have, and the first of them: (line, numbers)."
+    count, found = state.impossible, list(state.doubtful)
+    for number, (tally, *_, setups) in answers.items():
+        length, most = tally.printed()[0], _longest(setups, state.sections[number])
+        wrong = _impossible(length, most)
+        count += int(tally.weight[wrong].sum())
+        found += [(line, f"accept length {own:.2f}" + (f" of at most {most:.0f}" if own > 1 else "")) for line, own in
+                  zip(tally.first[wrong].tolist(), length[wrong].tolist())]
+    return count, sorted(found)[:20]
+
+
 def _summary(state: _State, digest: _Digest, answers: dict, name: str) -> dict:
     "What was found, as plain values."
     setups = [setup for *_, found in answers.values() for setup in found]
     numbers = {setup.num_draft_tokens for setup in setups} | {width + 1 for width in digest.widths if width}
     numbers = {number for number in numbers if number} or {number + 1 for section in state.sections if (number := section.num_draft)}
-    unexplained = sum(tally.weight[np.isfinite(tally.printed()[1]) & (kinds == 0) & np.isnan(rates)].sum() for tally, rates, kinds, _ in answers.values())
+    unexplained = sum(_unexplained(*answer, state.sections[section]) for section, answer in answers.items())
+    impossible, doubtful = _doubts(state, answers)
     return dict(name=name, lines=state.lines, rows=digest.rows, unread=state.unread, partial=state.partial,
                 examples=list(state.examples), setups=[asdict(setup) for setup in setups],
-                num_draft=numbers.pop() - 1 if len(numbers) == 1 else None, unexplained=int(unexplained),
+                num_draft=numbers.pop() - 1 if len(numbers) == 1 else None, unexplained=unexplained, impossible=impossible, doubtful=doubtful,
                 estimated=state.estimated, backwards=digest.backwards, adaptive=any(s.adaptive for s in state.sections),
                 engines=sorted(digest.engines), longest=float(digest.longest))
+
+# %% ../nbs/37_logs.ipynb #f7cd5505
+def _unexplained(tally: _Tally, rates: np.ndarray, kinds: np.ndarray, setups: list, section: _Section) -> int:
+    "Lines whose rate fits no definition, or several, while their length is possible."
+    length, printed = tally.printed()
+    left = np.isfinite(printed) & (kinds == 0) & np.isnan(rates) & ~_impossible(length, _longest(setups, section))
+    return int(tally.weight[left].sum())
 
 
 def describe_log(
@@ -950,7 +1001,7 @@ def _describe_setup(setup: dict) -> Finding:
     return Finding(code, "note", subject, f"the number of draft tokens is open ({low} to {high})", setup["reason"],
                    "pass num_draft_tokens, or read a log that has the server's arguments in it")
 
-
+# %% ../nbs/37_logs.ipynb #938c50a9
 def _describe_reading(log: dict) -> list:
     "Findings about lines that were not, or not wholly, read."
     found = []
@@ -960,6 +1011,11 @@ def _describe_reading(log: dict) -> list:
                              shown, "look at them: they are not in the table"))
     if log["partial"]:
         found.append(Finding("lines-cut", "note", log["name"], f"{log['partial']} lines are cut; what stood whole in them is used"))
+    if log["impossible"]:
+        shown = "; ".join(f"line {line}: {numbers}" for line, numbers in log["doubtful"][:3])
+        found.append(Finding("impossible-numbers", "error", log["name"], f"{log['impossible']} lines have an accept length or per-position rates that "
+                             "no run can have; what follows from those is left empty", shown, "was the log damaged, or another num_draft_tokens "
+                             "stated or given than was served?"))
     if log["unexplained"]:
         found.append(Finding("rate-does-not-fit", "warning", log["name"], f"of {log['unexplained']} lines, accept length and rate fit no "
                              "definition, or several", "", "use their accept length only"))
@@ -997,9 +1053,11 @@ def estimate_counts(
     "Fill in counts of SGLang's lines from the requests that ran."
     out = frame.copy()
     drafts = (out.running.fillna(1).clip(lower=1) * decode_interval).where(out.drafts.isna(), out.drafts)
-    accepted = (drafts * (out.accept_len - 1)).where(out.accepted.isna(), out.accepted)
-    num_draft = ((out.accept_len - 1) / out.rate.where(out.rate > 0)).where(out.rate_logged.isna() | (out.rate > 0.02))
     log = frame.attrs.get("log", {})
+    most = log["num_draft"] + 1 if log.get("num_draft") and not log["adaptive"] else math.inf
+    kept = out.accept_len.mask(_impossible(out.accept_len, most)) - 1
+    accepted = (drafts * kept).where(out.accepted.isna(), out.accepted)
+    num_draft = ((out.accept_len - 1) / out.rate.where(out.rate > 0)).where(out.rate_logged.isna() | (out.rate > 0.02))
     drafted = drafts * (float("nan") if log.get("adaptive") else log.get("num_draft") or num_draft)  # an adaptive server changes K as it goes
     out["drafts"], out["accepted"] = drafts, accepted
     out["drafted"] = drafted.where(out.drafted.isna(), out.drafted)
