@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['READ', 'CAPABILITIES', 'MLA', 'MHA', 'SPARSE', 'LISTED', 'FA3_FIRST', 'FACTS', 'RULES', 'CONDITIONS', 'VALID_ON',
-           'LIMITS', 'FAULTS', 'SUPPORT', 'Case', 'Rule', 'Limit', 'limits', 'check_limits', 'Fault', 'Support',
-           'Choice', 'attention_backend']
+           'LIMITS', 'FAULTS', 'SUPPORT', 'CHECKS', 'Case', 'Rule', 'Limit', 'limits', 'check_limits', 'Fault',
+           'Support', 'Choice', 'attention_backend', 'backend_table', 'Source', 'installed', 'check_installed']
 
 # %% ../nbs/54_backends.ipynb #74a13552
 import ast
 import re
 import subprocess
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +74,7 @@ class Case:
 def _capability(text) -> tuple:  # (9, 0); () for 'cpu'
     "Read a compute capability: '9.0', 9.0, (9, 0), 'sm90' or 'cpu'."
     said = ".".join(map(str, text)) if isinstance(text, (tuple, list)) else str(text).lower().strip()
-    said = re.sub(r"^sm_?(\d+)(\d)a?$", r"\1.\2", said)
+    said = re.sub(r"^sm_?(\d+)(\d)[af]?$", r"\1.\2", said)
     if said not in CAPABILITIES:
         raise ValueError(f"capability {text!r} is in no table; expected one of {', '.join(CAPABILITIES)} (nvidia-smi "
                          "--query-gpu=compute_cap --format=csv prints it)")
@@ -277,6 +278,16 @@ def _version(engine: str, version) -> Version:
         raise ValueError(f"version {version!r} of {engine} is no version; expected one such as {READ[engine][-1]}") from None
 
 
+def _cite(engine: str, version: Version, source: str) -> str:
+    "Name the files of this version: a part that opens with a version holds from it on, and stands for the first."
+    parts, first, later = source.split("; "), [], []
+    for part in parts:
+        since = re.match(r"(\d+\.\d+\.\d+) (.+)", part)
+        (later if since else first).append(part if not since else since[2] if Version(since[1]) <= version else "")
+    later = [part for part in later if part]
+    return f"{engine} {version}, " + "; ".join(later + first[1:] if later else first)
+
+
 def _around(engine: str, version: Version) -> tuple:  # (older or same, newer or same) of those read
     "The versions that were read on both sides of one."
     read = [Version(one) for one in READ[engine]]
@@ -300,7 +311,7 @@ def limits(
                          f"{', '.join(sorted({one.backend for one in LIMITS if one.engine == name and _within(one, older)}))}")
     status = "read" if asked in (older, newer) or _limit(name, older, backend) == _limit(name, newer, backend) else "inferred"
     return {**found._asdict(), "version": str(older if _limit(name, older, backend) else newer), "status": status,
-            "source": f"{name} {older}, {found.source}"}
+            "source": _cite(name, older, found.source)}
 
 # %% ../nbs/54_backends.ipynb #2b17714a
 def check_limits(
@@ -313,7 +324,8 @@ def check_limits(
 ) -> Findings:                    # empty when it fits
     "Compare settings with what a backend takes."
     row, found = limits(engine, version, backend), []
-    if page_size and row["page_sizes"] and page_size not in row["page_sizes"] and not (row["engine"] == "vllm" and page_size % row["page_sizes"][0] == 0):
+    multiple = row["engine"] == "vllm" and page_size and row["page_sizes"] and page_size % row["page_sizes"][0] == 0
+    if page_size and row["page_sizes"] and page_size not in row["page_sizes"] and not multiple:
         sizes = " or ".join(map(str, row["page_sizes"]))
         found.append(Finding("page-size", "warning" if row["page_set"] else "error", backend, f"{backend} takes pages of {sizes}, not {page_size}" +
                              (f": SGLang will set {row['page_set']}" if row["page_set"] else ""), row["source"], f"set {row['page_sizes'][-1]}"))
@@ -349,7 +361,7 @@ class Fault(NamedTuple):
 
 _CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 _FI, _DFI = "--attention-backend flashinfer", "--speculative-draft-attention-backend flashinfer"
-_AMX = "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx (named together they become torch_native without AMX)"
+_AMX = "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx"
 _R, _F = "layers/attention/attention_registry.py", "_handle_attention_backend_compatibility"
 
 # %% ../nbs/54_backends.ipynb #ee9cecb1
@@ -421,7 +433,8 @@ _SGLANG_SLOW = [Fault(code, "sglang", *row) for code, *row in (
     ("cpu-draft", "0.5.18", None, ("torch_native",), ("cpu",), "any", "draft", "both", "", "dies",
      "'EAGLE is not supported in attention backend torch_native'", _AMX, _U, "run"),
     ("cpu-mla", "0.4.10.post2", None, ("torch_native",), ("cpu",), "mla", "target", "both", "", "dies",
-     "latent attention does not run on torch_native", _AMX, "0.5.23 layers/attention/torch_native_backend.py", "run"),
+     "latent attention does not run on torch_native; --attention-backend intel_amx alone is replaced by it where there is no AMX", _AMX,
+     "0.5.23 layers/attention/torch_native_backend.py", "run"),
     ("cpu-native", "0.4.10.post2", None, ("torch_native",), ("cpu",), "mha", "target", "both", "", "slow",
      "plain torch, without graphs: this CPU has no AMX", "", "arg_groups/overrides.py _attention_backend_platform_fallbacks", "run"),
     ("sm100-topk", "0.5.8", None, ("flashinfer",), (10,), "mha", "target", "both", "topk unsaid", "slow",
@@ -431,7 +444,7 @@ _SGLANG_SLOW = [Fault(code, "sglang", *row) for code, *row in (
      "utils/common.py _check_cuda_device_version", "read"),
     ("generic-sm120", "0.4.6.post5", None, ("triton",), (12,), "mla", "both", "both", "", "slow",
      "no rule names this GPU: is_sm100 asks for major 10, is_sm120 is not asked. Triton runs with the small blocks that 100 KB of shared memory "
-     "leave", f"{_FI}; measure both", f"{_S}; 0.5.23 {_B}, kernels/ops/attention/extend_attention.py", "read"),
+     "leave", f"{_FI} (reported to run there); measure both", f"{_S}; 0.5.23 {_B}, kernels/ops/attention/extend_attention.py", "read"),
     ("generic", "0.4.6.post5", None, ("triton",), (), "mla", "both", "both", "", "slow",
      "generic Triton kernels; no others are chosen for latent attention on this GPU", "", f"{_S}; 0.5.23 {_B}", "read"))]
 
@@ -444,7 +457,8 @@ _VLLM_FAULTS = [Fault(code, "vllm", *row) for code, *row in (
     ("none-valid", "0.9.2", None, ("none",), (), "any", "both", "both", "", "dies", "no entry of the list validates with an fp8 cache here",
      "--kv-cache-dtype auto", f"{_C}; {_M}", "read"),
     ("mla-only", "0.9.2", "0.18.1", tuple(sorted(_MLA_ONLY)), (), "mha", "draft", "both", "", "dies", "the drafter has no latent attention and "
-     "inherits the backend that was named for its target", "leave the target's backend out", "v1/spec_decode/eagle.py: one config for both", "inferred"),
+     "inherits the backend that was named for its target", "leave the target's backend out",
+     "v1/spec_decode/eagle.py: one config for both", "inferred"),
     ("mla-only", "0.22.1", "0.28.0", tuple(sorted(_MLA_ONLY)), (), "mha", "draft", "both", "", "dies", "runner V2 hands the target's named "
      "backend to the drafter, which has no latent attention, and reads no own setting for an EAGLE drafter",
      "leave --attention-backend out, or VLLM_USE_V2_MODEL_RUNNER=0", f"{_EU} load_eagle_model", "inferred"),
@@ -466,7 +480,8 @@ _VLLM_FAULTS = [Fault(code, "vllm", *row) for code, *row in (
      "VLLM_ATTENTION_BACKEND=CUTLASS_MLA_VLLM_V1", f"{_C} get_attn_backend_cls", "read"),
     ("generic", "0.9.2", None, ("TRITON_MLA",), (), "mla", "both", "decode", "", "slow",
      "generic Triton kernels: no other entry for dense latent attention validates on this GPU", "", f"{_C}; {_M}/mla", "read"),
-    ("reference", "0.9.2", None, ("CPU_MLA",), ("cpu",), "mla", "both", "decode", "", "slow", "a reference kernel, says its own comment", "", _K, "read"))]
+    ("reference", "0.28.0", None, ("CPU_MLA",), ("cpu",), "mla", "both", "decode", "", "slow", "a reference kernel, says its own comment", "",
+     _K, "read"))]
 FAULTS = _SGLANG_DIES + _SGLANG_GPU + _SGLANG_SLOW + _VLLM_FAULTS
 
 # %% ../nbs/54_backends.ipynb #220825e1
@@ -502,7 +517,8 @@ def _named(case: Case) -> str | None:
     "The backend that an option names for this role and phase."
     facts = case.facts
     if case.engine == "sglang":
-        return getattr(facts, f"{case.phase}_attention_backend") or facts.attention_backend
+        replaced = not case.capability and facts.attention_backend == "intel_amx" and not facts.amx  # arg_groups/overrides.py
+        return getattr(facts, f"{case.phase}_attention_backend") or ("torch_native" if replaced else facts.attention_backend)
     if case.phase == "prefill" and case.attention == "mla":
         return None  # vLLM: another option, --attention-config.mla_prefill_backend
     return facts.attention_backend
@@ -591,14 +607,14 @@ class Choice:
 def _answer(case: Case) -> Choice:
     "Answer for a version that was read."
     name, source = _chosen(case)
-    at = f"{case.engine} {case.version}, "
+    at = lambda source: _cite(case.engine, case.version, source)
     if lacking := _unsupported(case):
         what = "no EAGLE-3 for this target" if lacking.what == "target" else "no such model"
-        return Choice(name, False, f"{case.engine} {case.asked} has {what}", f"{case.engine} {lacking.first} or later", at + lacking.source, "read")
+        return Choice(name, False, f"{case.engine} {case.asked} has {what}", f"{case.engine} {lacking.first} or later", at(lacking.source), "read")
     fault = next((fault for fault in FAULTS if _hits(fault, case, name)), None)
     if fault is None:
-        return Choice(name, True, "", "", at + source, "read")
-    return Choice(name, fault.verdict != "dies", fault.why, fault.instead, at + fault.source, fault.status, fault.verdict == "slow")
+        return Choice(name, True, "", "", at(source), "read")
+    return Choice(name, fault.verdict != "dies", fault.why, fault.instead, at(fault.source), fault.status, fault.verdict == "slow")
 
 # %% ../nbs/54_backends.ipynb #3e68223e
 def _asked(engine: str, version, arch, capability, role, phase, facts) -> Case:
@@ -646,3 +662,304 @@ def attention_backend(
     if arch not in MLA | MHA and case.facts.mla is None:
         notes.append(f"{arch} is not in the tables and taken for MHA; say mla=True if it has latent attention")
     return replace(choice, note="; ".join(notes))
+
+# %% ../nbs/54_backends.ipynb #3b3fa387
+_SIGNS = {"works": "✔", "slow": "▲", "dies": "✖"}
+
+
+def _cell(*choices) -> str:  # prefill, decode
+    "A table's words for one backend, or for two that differ."
+    said = [f"{_SIGNS[one.verdict]} {one.name}" + ("" if one.verdict == "works" else f" ({one.verdict})") for one in choices]
+    return said[0] if len(set(said)) == 1 else f"prefill {said[0]}, decode {said[1]}"
+
+
+def backend_table(
+    engine: str,                                     # 'sglang' | 'vllm', also with a version
+    version: str | None = None,                      # None: the newest that was read
+    arch: str = "KimiK25ForConditionalGeneration",   # the target
+    drafters: tuple = ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"),
+    capabilities: tuple = CAPABILITIES,
+    **facts,                                         # of `FACTS`
+) -> "pandas.DataFrame":                             # index: GPU; a column for the target, one a drafter, and what to set
+    "Lay out what an engine chooses on each GPU, and whether it works."
+    import pandas as pd
+    rows = {}
+    for capability in capabilities:
+        row, set_instead = {}, {}
+        for role, one in [("target", arch)] + [("draft", drafter) for drafter in drafters]:
+            more = {"target": arch} if role == "draft" else {}
+            both = [attention_backend(engine, version, one, capability, role, phase, **{**facts, **more}) for phase in ("prefill", "decode")]
+            name = f"target {one}" if role == "target" else f"drafter {one}"
+            row[name] = _cell(*both)
+            for choice in both:
+                set_instead.setdefault(choice.set_instead, {})[role] = None
+        rows[capability] = {**row, "set instead": "; ".join(f"{' and '.join(roles)}: {text}" for text, roles in set_instead.items() if text)}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("GPU")
+
+# %% ../nbs/54_backends.ipynb #539d14bb
+class _Bare(ast.NodeTransformer):
+    "Take imports, docstrings, annotations and decorators out of a function."
+
+    def visit_Import(self, node):
+        return ast.Pass()
+
+    visit_ImportFrom = visit_Import
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        node.decorator_list, node.returns = [], None
+        for one in node.args.args:
+            one.annotation = None
+        return node
+
+
+class Source:
+    "Files of an engine, as syntax trees."
+
+    def __init__(self, root):  # folder of the package `sglang` or `vllm`
+        self.root, self.trees = Path(root), {}
+
+    def tree(self, file: str) -> ast.Module:
+        "Parse one file, once."
+        if file not in self.trees:
+            self.trees[file] = ast.parse((self.root / file).read_text(encoding="utf-8"))
+        return self.trees[file]
+
+    def find(self, name: str, *files: str):
+        "Find a function, class or assignment by name in the first file that has it; a copy, free to be changed."
+        for file in files:
+            if not (self.root / file).is_file():
+                continue
+            for node in ast.walk(self.tree(file)):
+                named = getattr(node, "name", None) or [one.id for one in getattr(node, "targets", []) if isinstance(one, ast.Name)]
+                if name == named or name in (named if isinstance(named, list) else []):
+                    return deepcopy(node)
+        raise LookupError(f"{name} is not in {', '.join(files)}")
+
+# %% ../nbs/54_backends.ipynb #b5ceece9
+_SAFE = {"__builtins__": {}, "str": str, "tuple": tuple, "list": list, "getattr": getattr, "None": None}
+
+
+def _runnable(node, names: dict):
+    "Make a function of an engine callable alone, with stand-ins for the names it uses."
+    bare = ast.fix_missing_locations(ast.Module([_Bare().visit(deepcopy(node))], []))
+    space = {**_SAFE, **names}
+    exec(compile(bare, node.name, "exec"), space)  # one function of the user's own engine, without imports and builtins
+    return space[node.name]
+
+
+def _constants(node) -> list:
+    "The texts and numbers in a piece of code, in order."
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and type(one.value) in (str, int)]
+
+
+def _differs(subject: str, tables, source, file: str) -> list:
+    "A finding where the tables and the engine disagree."
+    if tables == source:
+        return []
+    return [Finding("backend-table-differs", "warning", subject, f"the installed engine says {source}; the tables say {tables}", file,
+                    "trust the engine's own line on its attention backend over `attention_backend`")]
+
+# %% ../nbs/54_backends.ipynb #fe49eb2a
+_SG = {"default": ("srt/arg_groups/model_override_base.py", "srt/server_args.py"), "gpu": ("srt/utils/common.py",),
+       "family": ("srt/arg_groups/model_overrides/deepseek_v2.py", "srt/arg_groups/overrides.py"),
+       "pages": ("srt/arg_groups/overrides.py",), "tree": ("srt/arg_groups/speculative_hook.py",), "draft": ("srt/speculative/draft_utils.py",),
+       "kernel": ("kernels/ops/attention/extend_attention.py", "srt/layers/attention/triton_ops/extend_attention.py")}
+_ASKS = {"is_hopper_with_cuda_12_3": (9,), "is_sm90_supported": (9,), "is_sm100_supported": (10,), "is_sm120_supported": (12,),
+         "is_blackwell_supported": (10, 11, 12)}  # majors, as 0.5.9 to 0.5.23 have them
+
+
+def _majors(source: Source) -> dict:
+    "Predicate -> capability majors for which it holds."
+    found = {}
+    for name in _ASKS:
+        node = source.find(name, *_SG["gpu"])
+        lists = [one for one in ast.walk(node) if isinstance(one, ast.keyword) and one.arg == "device_capability_majors"]
+        found[name] = tuple(_constants(lists[0].value)) if lists else ()
+    return found
+
+# %% ../nbs/54_backends.ipynb #31fea3a8
+def _settings(speculative: bool, topk) -> SimpleNamespace:
+    return SimpleNamespace(speculative_algorithm="EAGLE3" if speculative else None, speculative_eagle_topk=topk, page_size=None, tp_size=8)
+
+
+def _stand_ins(majors: dict, major: int) -> dict:
+    "What the engine's function asks about the machine, answered for one GPU."
+    known = {asks: major in found for asks, found in majors.items()}
+    short = {asks.removesuffix("_supported"): yes for asks, yes in known.items()}
+    calls = {asks: (lambda yes=yes: yes) for asks, yes in {**known, **short}.items()}
+    platform = SimpleNamespace(is_hip=False, has_flashinfer=True, **{**known, **short})
+    return {"get_platform": lambda: platform, "resolving_view": lambda args: args, "resolved_view": lambda args: args, "is_hip": lambda: False,
+            "is_mps": lambda: False, "is_flashinfer_available": lambda: True, "_forces_eagle_topk_one": lambda name: False,
+            "current_platform": SimpleNamespace(is_out_of_tree=lambda: False), **calls}
+
+
+def _sglang_default(source: Source, majors: dict):
+    "The engine's own `get_default_attn_backend` as a function of (major, mla, topk, speculative)."
+    name = "get_default_attn_backend"
+    try:
+        node = source.find(name, *_SG["default"])
+    except LookupError:
+        node = source.find(f"_{name}", *_SG["default"])
+    one = _runnable(source.find("is_no_spec_infer_or_topk_one", *_SG["gpu"]), {})
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Any"]), has_asymmetric_kv=False, has_attention_sinks=False)
+
+    def choose(major, mla, topk, speculative):
+        names = {**_stand_ins(majors, major), "is_no_spec_infer_or_topk_one": one}
+        return _runnable(node, names)(_settings(speculative, topk), mla, model)
+    return choose
+
+# %% ../nbs/54_backends.ipynb #d2568c9c
+def _sglang_choices(source: Source, version: Version) -> list:
+    "Findings where the choices differ."
+    majors, found = _majors(source), []
+    for name, wanted in _ASKS.items():
+        found += _differs(name, wanted, majors[name], _SG["gpu"][0])
+    choose = _sglang_default(source, majors)
+    for capability, mla, topk, speculative in ((c, m, t, s) for c in ("8.0", "9.0", "10.0", "12.0") for m in (True, False)
+                                               for t, s in ((None, False), (None, True), (1, True), (4, True))):
+        facts = SimpleNamespace(**{**FACTS, "topk": topk, "speculative": speculative})
+        case = Case("sglang", version, "Any", "mla" if mla else "mha", _capability(capability), "target", "prefill", "", version, facts)
+        found += _differs(f"{'MLA' if mla else 'MHA'} on {capability}, topk {topk}, {'with' if speculative else 'without'} speculation",
+                          _default(case)[0], choose(case.capability[0], mla, topk, speculative), "get_default_attn_backend")
+    return found
+
+
+def _sglang_family(source: Source, version: Version) -> list:
+    "Findings on the models that get trtllm_mla on SM100."
+    node = source.find("_deepseek_family_overrides", *_SG["family"])
+    names = {one.value for decorator in node.decorator_list for one in ast.walk(decorator) if isinstance(one, ast.Constant)}
+    found = _differs("models with a backend of their own on SM100", sorted(LISTED), sorted(set(LISTED) & names), _SG["family"][0])
+    branch = [one for one in ast.walk(node) if isinstance(one, ast.If) and re.search(r"is_sm\w+|is_blackwell\w*", ast.unparse(one.test))
+              and "attention_backend" in ast.unparse(one)]
+    said = [(re.findall(r"is_\w+", ast.unparse(one.test))[-1].removesuffix("_supported"),
+             [two.value.value for two in ast.walk(one) if isinstance(two, ast.Assign) and isinstance(two.value, ast.Constant)
+              and "attention_backend" in ast.unparse(two.targets[0])]) for one in branch[:1]]
+    return found + _differs("their backend", [("is_sm100", ["trtllm_mla"])], said, _SG["family"][0])
+
+# %% ../nbs/54_backends.ipynb #778434a9
+def _sglang_limits(source: Source, version: Version) -> list:
+    "Findings on pages, trees, drafters and the Triton kernel."
+    found, (pages, *_), (tree, *_), (draft, *_) = [], _SG["pages"], _SG["tree"], _SG["draft"]
+    for one in source.find("_mla_backend_page_constraints", pages).body:
+        if isinstance(one, ast.If):
+            name = next((text for text in _constants(one.test) if text in {row.backend for row in _LIMITS_SGLANG}), None)
+            lists = [two for two in ast.walk(one) if isinstance(two, ast.Compare) and isinstance(two.comparators[0], ast.List)]
+            sets = [two.value.value for two in ast.walk(one) if isinstance(two, ast.Assign) and isinstance(two.value, ast.Constant)]
+            row = name and _limit("sglang", version, name)
+            if row:
+                sizes = tuple(_constants(lists[0].comparators[0])) if lists else tuple(sets)
+                found += _differs(f"pages of {name}", (row.page_sizes, row.page_set), (sizes, sets[-1] if sets else None), pages)
+    known = {row.backend for row in _LIMITS_SGLANG if _within(row, version)}
+    trees = set(_constants(source.find("_PAGE_TREE_SPEC_BACKENDS", tree).value))
+    found += _differs("trees with pages", sorted(name for name in known if _limit("sglang", version, name).pages_and_tree),
+                      sorted(trees & known), tree)
+    drafts = [_constants(one) for one in ast.walk(source.find("create_decode_backend", draft)) if isinstance(one, ast.Dict)]
+    found += _differs("backends that draft", sorted(name for name in known if _limit("sglang", version, name).drafts),
+                      sorted(set(drafts[0] if drafts else ()) & known), draft)
+    kernel = source.find("_get_block_sizes_for_extend_attention", *_SG["kernel"])
+    return found + _differs("Triton prefill blocks for 12.x", True, "CUDA_CAPABILITY[0] == 12" in ast.unparse(kernel), _SG["kernel"][0])
+
+# %% ../nbs/54_backends.ipynb #bd8cddda
+_VL = {"lists": ("platforms/cuda.py",), "prefill": ("platforms/interface.py", "v1/attention/backends/mla/prefill/selector.py"),
+       "dense": ("v1/attention/ops/flashmla.py", "attention/ops/flashmla.py")}
+_SPARSE_TAIL = re.compile(r"SPARSE|FLEX_ATTENTION|TURBOQUANT")
+
+
+class _Names:
+    "Stands for an enum: every member is its own name."
+
+    def __getattr__(self, name):
+        return name
+
+
+def _vllm_lists(source: Source, version: Version) -> list:
+    "Findings on the order in which backends are tried."
+    node, found = source.find("_get_backend_priorities", *_VL["lists"]), []
+    order = _runnable(node, {"AttentionBackendEnum": _Names(), "is_quantized_kv_cache": lambda kind: False})
+    for capability, mla in ((one, mla) for one in CAPABILITIES[:-1] for mla in (True, False)):
+        major, minor = _capability(capability)
+        theirs = [name for name in order(mla, SimpleNamespace(major=major, minor=minor)) if not _SPARSE_TAIL.search(name)]
+        case = Case("vllm", version, "Any", "mla" if mla else "mha", (major, minor), "target", "decode", "v1", version, SimpleNamespace(**FACTS))
+        found += _differs(f"{'MLA' if mla else 'MHA'} on {capability}", list(_default(case)[1].names), theirs, _VL["lists"][0])
+    return found
+
+
+def _vllm_prefill(source: Source, version: Version) -> list:
+    "Findings on the order of MLA prefill backends."
+    try:
+        node = source.find("get_mla_prefill_backend_cls", *_VL["prefill"])
+    except LookupError:
+        node = source.find("_get_mla_prefill_backend_priorities", *_VL["prefill"])
+    lists = [[two.attr for two in one.elts] for one in ast.walk(node) if isinstance(one, ast.List) and one.elts and all(
+        isinstance(two, ast.Attribute) for two in one.elts)]
+    facts = SimpleNamespace(**FACTS)
+    found = []
+    for capability in ((10, 0), (9, 0)):
+        names = list(_default(Case("vllm", version, "Any", "mla", capability, "target", "prefill", "v1", version, facts))[1].names)
+        found += _differs(f"MLA prefill on {capability[0]}.x", True, names in lists, f"{_VL['prefill'][0]}: {lists}; tables: {names}")
+    return found
+
+# %% ../nbs/54_backends.ipynb #828362f0
+def _multiples(node) -> tuple:
+    "Block sizes that a backend returns; a multiple counts by its base."
+    returns = [one for one in ast.walk(node) if isinstance(one, ast.Return) and isinstance(one.value, ast.List)]
+    return tuple(_constants(returns[-1])) if returns else ()
+
+
+def _vllm_valid(source: Source, version: Version) -> list:
+    "Findings on the GPUs and the block sizes of each backend."
+    found = []
+    for row in _LIMITS_VLLM:
+        file = row.source
+        if not _within(row, version) or not (source.root / file).is_file() or row.backend not in VALID_ON or row.attention != "mla":
+            continue
+        checks = _runnable(source.find("supports_compute_capability", file), {})
+        majors = tuple(one for one in (8, 9, 10, 12) if checks(None, SimpleNamespace(major=one)))
+        if row.backend == "FLASHMLA" and re.search(r"family\(90\)|!= 9", ast.unparse(source.find("is_flashmla_dense_supported", *_VL["dense"]))):
+            majors = tuple(one for one in majors if one == 9)  # its class takes 10 too, for the sparse kernels
+        found += _differs(f"GPUs of {row.backend}", VALID_ON[row.backend], majors, file)
+        sizes = _multiples(source.find("get_supported_kernel_block_sizes", file))
+        found += _differs(f"blocks of {row.backend}", row.page_sizes, sizes, file)
+    return found
+
+
+CHECKS = {"sglang": (_sglang_choices, _sglang_family, _sglang_limits), "vllm": (_vllm_lists, _vllm_prefill, _vllm_valid)}
+
+# %% ../nbs/54_backends.ipynb #36dde760
+_WHERE = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]).submodule_search_locations[0])"
+
+
+def installed(
+    engine: str,                    # 'sglang' | 'vllm'
+    interpreter: Path | None = None,  # None: the one that `engines.python` finds
+) -> tuple:                         # (version, folder of its package)
+    "Find an engine's version and files without importing it."
+    seen = engines.look(engine, interpreter)
+    if seen.version is None:
+        raise FileNotFoundError(f"{engine} is not installed there; let {engines.RECIPES[engine].variable} name a Python that has it")
+    done = subprocess.run([str(seen.interpreter), "-I", "-c", _WHERE, engine], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise FileNotFoundError(f"{engine} {seen.version} has no readable package folder: {done.stderr.strip()[-200:]}")
+    return seen.version, Path(done.stdout.strip())
+
+
+def check_installed(
+    engine: str,                # 'sglang' | 'vllm'
+    root: str | Path | None = None,     # folder of its package; None: that of the installed engine
+    version: str | None = None,         # of the files in `root`; None: as installed
+) -> Findings:                  # empty when the tables say what the engine's source says
+    "Compare the tables with an engine's own source."
+    if engine not in CHECKS:
+        raise ValueError(f"engine {engine!r}; expected 'sglang' or 'vllm'")
+    if root is None:
+        version, root = installed(engine)
+    older, found = _around(engine, _version(engine, version))[0], []
+    for check in CHECKS[engine]:
+        try:
+            found += check(Source(root), older)
+        except (LookupError, OSError, SyntaxError, NameError, AttributeError, TypeError, ValueError) as error:
+            found.append(Finding("backend-source-unread", "warning", check.__name__.strip("_"), f"the resolver of {engine} {version} is not where or "
+                                 "what it was, so this part of the tables was not compared", f"{type(error).__name__}: {error}"[:300],
+                                 "trust the engine's own line on its attention backend over `attention_backend`"))
+    return Findings(found)
