@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ _FIELDS = {name: re.compile(re.sub(rb" |COUNT|NUM|END", lambda part: _PARTS[part
     "drafted": rb"Drafted: COUNT tokens",
     "percent": rb"Draft acceptance rate: NUM%",
     "positions": rb"Per-position acceptance rate: ((?:\d\.\d\d\d|nan)(?:, (?:\d\.\d\d\d|nan))*)(?!\d|, ?\d)",
-    "v0_rate": rb"Draft acceptance rate: NUMEND",  # vllm 0.6.3, engine/metrics.py
+    "v0_rate": rb"Draft acceptance rate: (\d(?:\.\d+)?|nan)END",  # vllm 0.6.3, engine/metrics.py
     "v0_draft": rb"Number of speculative tokens: COUNTEND",
     "v0_drafted": rb"Number of draft tokens: COUNTEND",
     "v0_emitted": rb"Number of emitted tokens: COUNT\.",
@@ -258,11 +259,12 @@ def _credible(shares: tuple, mean: float, line: int, state: _State) -> tuple:
 def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
     "Add the row of a SpecDecoding line; False where its counts are cut."
     accepted, drafted, mean = (_value(message, name) for name in ("accepted", "drafted", "mean"))
-    if not (0 <= accepted <= drafted < 2 ** 53):
-        return False
+    if not (0 <= accepted <= drafted < 2 ** 53) or drafted and b"Mean" in message and not _FIELDS["mean"].search(message):
+        return False  # drafts and no length: a decimal comma, or another damage
     found = _FIELDS["positions"].search(message)
     shares, mean, possible = _credible(tuple(map(float, found[1].split(b","))) if found else (), mean, line, state)
-    state.partial += possible and not shares and drafted > 0 and b"Per-position" in message
+    cut = possible and not shares and b"Per-position" in message or not _FIELDS["percent"].search(message)
+    state.partial += drafted > 0 and cut
     steps, certain = _steps(mean, accepted, drafted, shares)
     state.estimated += not certain
     _add_counts(state, steps, drafted, accepted, shares)
@@ -285,6 +287,7 @@ def _read_v0(head: bytes, message: bytes, line: int, state: _State) -> bool:
     restarted = (added < -1e-9).any() or added[2] > added[1] + 1e-9  # a count fell, or too few were drafted in between
     steps, drafted, accepted = (total if restarted else added).tolist()
     state.estimated += not float(total[0]).is_integer()
+    state.partial += not _FIELDS["v0_rate"].search(message)
     _add_counts(state, steps, drafted, accepted, ())
     state.add(time, line, _V0, rank, len(state.sections) - 1, _length(steps, True, accepted, _NAN), _value(message, "v0_rate"), _NAN, _NAN)
     return True
@@ -735,13 +738,14 @@ class _Digest:
     def __init__(self):
         self.tallies, self.latest = {}, {}  # by section; by rank: the last time
         self.engines, self.widths, self.backwards = set(), set(), []
-        self.rows, self.longest = 0, _NAN
+        self.rows, self.longest, self.proposed = 0, _NAN, False
 
     def add(self, raw: dict, counts: dict):
         "Take note of rows."
         self.rows += len(raw["line"])
         self.engines |= {_NAMES[engine] for engine in np.unique(raw["engine"])}
         self.widths |= set(np.unique(counts["width"]).tolist())
+        self.proposed |= bool((counts["drafted"] > 0).any())
         self.longest = np.fmax.reduce(raw["accept_len"], initial=self.longest)
         for section, own in _sglang_rows(raw):
             self.tallies.setdefault(section, _Tally()).add(raw["accept_len"][own], raw["rate"][own], raw["line"][own])
@@ -826,9 +830,7 @@ def read_blocks(
     rows: int | None = 100_000,           # about so many rows a table; None: all in one
 ):                                        # yields tables, their rows together those of `read_log`; each has the account of the whole log
     "Read acceptance from a log of any length, a table of some rows at a time."
-    if not isinstance(source, str | bytes | bytearray | Path) or (num_draft_tokens is not None and num_draft_tokens < 2):
-        raise ValueError(f"source {repr(source):.40}, num_draft_tokens {num_draft_tokens!r}; expected a path or text, and SGLang's number of "
-                         "draft tokens, 2 or more: it counts the verified one")
+    _check_request(source, num_draft_tokens, rows)
     with tempfile.SpooledTemporaryFile(1 << 20) as spool:
         state, digest, parts, name = _read(source, spool, rows)
         for section in state.sections:
@@ -841,6 +843,17 @@ def read_blocks(
             yield frame
 
 # %% ../nbs/37_logs.ipynb #2dd57399
+def _check_request(source, num_draft_tokens, rows):
+    "Refuse what cannot be read."
+    if not isinstance(source, str | bytes | bytearray | Path):
+        hint = "; parsed JSON goes to counters.read_counters" if isinstance(source, list | dict) else ""
+        raise ValueError(f"source is {type(source).__name__} {repr(source):.40}; expected a path or text{hint}")
+    for name, value, least, what in (("num_draft_tokens", num_draft_tokens, 2, "SGLang's number, which counts the verified token"),
+                                     ("rows", rows, 1, "or None")):
+        if value is not None and (not isinstance(value, Integral) or value < least):
+            raise ValueError(f"{name} is {type(value).__name__} {value!r}; expected a whole number, {least} or more: {what}")
+
+# %% ../nbs/37_logs.ipynb #ab638a1e
 def _read(source, spool, rows: int | None) -> tuple:
     "Read all of a source: state, digest, an iterator of its rows in parts, name."
     digest, saved = _Digest(), 0
@@ -903,6 +916,9 @@ def _open(source):
         yield io.BytesIO(data), "text", len(data), now
         return
     path = Path(source)
+    if isinstance(source, str) and _JSON.match(source.encode("utf-8", "replace")) and not _exists(path):
+        raise ValueError(f"text of {len(source)} characters, {source[:40]!r} …, is JSON without a line of a log; "
+                         "counters.read_counters reads answers, server info and results")
     if not _exists(path):
         raise FileNotFoundError(f"{source!r}: no such file, and no line of a log either; give a path or the text of a log")
     if path.is_dir():
@@ -917,6 +933,7 @@ def _open(source):
             raise ValueError(f"{path} is a damaged gzip file ({error}); unpack what can be saved with zcat and read that") from None
 
 # %% ../nbs/37_logs.ipynb #7325c497
+_JSON = re.compile(rb"\s*(?:[\[{]\s*[\"\[{\]}]|data:\s*\{)")
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x1b"))  # what text has none of
 
 
@@ -933,7 +950,8 @@ def _nothing(name: str, size: int, head: bytes, state: _State) -> str:
     if state.plain:
         return (f"{name} is a log without speculation: {state.plain} lines report throughput, none has {looked}; "
                 "was the server started with a drafter, and its statistics not switched off?")
-    return f"{name} is no log that is known, {state.lines} lines: none has {looked}"
+    json = "; it is JSON: counters.read_counters reads answers, server info and results" if _JSON.match(head) else ""
+    return f"{name} is no log that is known, {state.lines} lines: none has {looked}{json}"
 
 # %% ../nbs/37_logs.ipynb #a4ec7e97
 def _doubts(state: _State, answers: dict) -> tuple:
@@ -959,7 +977,7 @@ def _summary(state: _State, digest: _Digest, answers: dict, name: str) -> dict:
                 examples=list(state.examples), setups=[asdict(setup) for setup in setups],
                 num_draft=numbers.pop() - 1 if len(numbers) == 1 else None, unexplained=unexplained, impossible=impossible, doubtful=doubtful,
                 estimated=state.estimated, backwards=digest.backwards, adaptive=any(s.adaptive for s in state.sections),
-                engines=sorted(digest.engines), longest=float(digest.longest))
+                engines=sorted(digest.engines), longest=float(digest.longest), proposed=digest.proposed)
 
 # %% ../nbs/37_logs.ipynb #f7cd5505
 def _unexplained(tally: _Tally, rates: np.ndarray, kinds: np.ndarray, setups: list, section: _Section) -> int:
@@ -1010,7 +1028,8 @@ def _describe_reading(log: dict) -> list:
         found.append(Finding("lines-unread", "warning", log["name"], f"{log['unread']} mentions of the metrics could not be read",
                              shown, "look at them: they are not in the table"))
     if log["partial"]:
-        found.append(Finding("lines-cut", "note", log["name"], f"{log['partial']} lines are cut; what stood whole in them is used"))
+        found.append(Finding("lines-cut", "note", log["name"], f"{log['partial']} lines are cut, or have a field that cannot be read; "
+                             "what stood whole in them is used"))
     if log["impossible"]:
         shown = "; ".join(f"line {line}: {numbers}" for line, numbers in log["doubtful"][:3])
         found.append(Finding("impossible-numbers", "error", log["name"], f"{log['impossible']} lines have an accept length or per-position rates that "
@@ -1038,7 +1057,10 @@ def _describe_rows(log: dict) -> list:
         found.append(Finding("several-setups", "warning", name, f"{len(log['setups'])} set-ups in one file", "", "select one by line number"))
     if log["rows"] == 1:
         found.append(Finding("one-window", "note", name, "a single line, so nothing says how much the acceptance varies"))
-    if not log["longest"] > 0:
+    if not log["longest"] > 0 and log["proposed"]:
+        found.append(Finding("no-length", "warning", name, "drafts were proposed, and no line tells an accept length", "",
+                             "look at the lines that were not read, or not wholly"))
+    elif not log["longest"] > 0:
         found.append(Finding("no-steps", "warning", name, "no line has a verify step: the server was idle"))
     elif log["longest"] <= 1.0:
         found.append(Finding("nothing-accepted", "error", name, "accept length 1.00 throughout: no draft was ever accepted", "",
