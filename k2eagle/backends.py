@@ -592,6 +592,7 @@ class Choice:
     source: str        # engine, version, file
     status: str        # 'read' | 'thread' | 'inferred' | 'run'
     slow: bool = False  # runs on generic kernels, or passes over better ones
+    code: str = ""     # of the fault, 'unsupported' where this version lacks the model or EAGLE-3 for it, else ''
     note: str = ""     # which version stands for the one asked for, what was assumed
 
     @property
@@ -610,11 +611,13 @@ def _answer(case: Case) -> Choice:
     at = lambda source: _cite(case.engine, case.version, source)
     if lacking := _unsupported(case):
         what = "no EAGLE-3 for this target" if lacking.what == "target" else "no such model"
-        return Choice(name, False, f"{case.engine} {case.asked} has {what}", f"{case.engine} {lacking.first} or later", at(lacking.source), "read")
+        return Choice(name, False, f"{case.engine} {case.asked} has {what}", f"{case.engine} {lacking.first} or later", at(lacking.source), "read",
+                      code="unsupported")
     fault = next((fault for fault in FAULTS if _hits(fault, case, name)), None)
     if fault is None:
         return Choice(name, True, "", "", at(source), "read")
-    return Choice(name, fault.verdict != "dies", fault.why, fault.instead, at(fault.source), fault.status, fault.verdict == "slow")
+    return Choice(name, fault.verdict != "dies", fault.why, fault.instead, at(fault.source), fault.status, fault.verdict == "slow",
+                  fault.code)
 
 # %% ../nbs/54_backends.ipynb #3e68223e
 def _asked(engine: str, version, arch, capability, role, phase, facts) -> Case:
@@ -669,8 +672,16 @@ _SIGNS = {"works": "✔", "slow": "▲", "dies": "✖"}
 
 def _cell(*choices) -> str:  # prefill, decode
     "A table's words for one backend, or for two that differ."
-    said = [f"{_SIGNS[one.verdict]} {one.name}" + ("" if one.verdict == "works" else f" ({one.verdict})") for one in choices]
+    names = ["not supported" if one.code == "unsupported" else one.name for one in choices]
+    said = [f"{_SIGNS[one.verdict]} {name}" + ("" if one.verdict == "works" else f" ({one.verdict})") for one, name in zip(choices, names)]
     return said[0] if len(set(said)) == 1 else f"prefill {said[0]}, decode {said[1]}"
+
+
+def _advice(name: str, prefill: Choice, decode: Choice) -> list:
+    "What to set, and for whom."
+    if prefill.set_instead == decode.set_instead:
+        return [f"{name}: {prefill.set_instead}"] if prefill.set_instead else []
+    return [f"{name}, {phase}: {one.set_instead}" for phase, one in (("prefill", prefill), ("decode", decode)) if one.set_instead]
 
 
 def backend_table(
@@ -685,15 +696,14 @@ def backend_table(
     import pandas as pd
     rows = {}
     for capability in capabilities:
-        row, set_instead = {}, {}
+        row, advice = {}, []
         for role, one in [("target", arch)] + [("draft", drafter) for drafter in drafters]:
             more = {"target": arch} if role == "draft" else {}
             both = [attention_backend(engine, version, one, capability, role, phase, **{**facts, **more}) for phase in ("prefill", "decode")]
-            name = f"target {one}" if role == "target" else f"drafter {one}"
-            row[name] = _cell(*both)
-            for choice in both:
-                set_instead.setdefault(choice.set_instead, {})[role] = None
-        rows[capability] = {**row, "set instead": "; ".join(f"{' and '.join(roles)}: {text}" for text, roles in set_instead.items() if text)}
+            name = "target" if role == "target" else "drafter"
+            row[f"{name} {one}"] = _cell(*both)
+            advice += _advice(name if role == "target" else one, *both)
+        rows[capability] = {**row, "set instead": "; ".join(advice)}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("GPU")
 
 # %% ../nbs/54_backends.ipynb #539d14bb
