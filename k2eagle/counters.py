@@ -8,10 +8,12 @@ __all__ = ['describe_counters', 'parse_prometheus', 'read_counters']
 # %% ../nbs/38_counters.ipynb #970691e7
 import gzip
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from .dialects import count_histogram
@@ -41,7 +43,7 @@ def _table(rows: list, findings: list) -> pd.DataFrame:
     frame["time"] = pd.to_datetime(frame["time"])
     for name in ("drafts", "drafted", "accepted", *positions):
         column = pd.to_numeric(frame[name])
-        whole = column.notna().all() and (column == column.round()).all()
+        whole = np.isfinite(column).all() and (column == column.round()).all()
         frame[name] = column.astype("int64") if whole else column.astype(float)
     for name in ("accept_len", "rate", "rate_logged", "running", "tokens_per_s"):
         frame[name] = frame[name].astype(float)
@@ -52,10 +54,12 @@ def _table(rows: list, findings: list) -> pd.DataFrame:
 def _impossible(frame: pd.DataFrame) -> list:
     "A finding about rows whose counts no run can have."
     counts = frame[["drafts", "drafted", "accepted"]]
-    wrong = frame[(counts < 0).any(axis=1) | (counts.accepted > counts.drafted)]
-    shown = "; ".join(f"line {row.line}: {row.accepted:g} accepted of {row.drafted:g} drafted in {row.drafts:g} steps" for row in wrong[:3].itertuples())
-    return [Finding("impossible-counts", "error", "source", f"{len(wrong)} of {len(frame)} rows accept more than was drafted, or count below 0", shown,
-                    "do not pool them; find out what was counted, or which version wrote it")] if len(wrong) else []
+    wrong = frame[(counts < 0).any(axis=1) | np.isinf(counts).any(axis=1) | (counts.accepted > counts.drafted)]
+    shown = "; ".join(f"line {row.line}: {row.accepted:g} accepted of {row.drafted:g} drafted in {row.drafts:g} steps"
+                      for row in wrong[:3].itertuples())
+    said = f"{len(wrong)} of {len(frame)} rows accept more than was drafted, count below 0 or without end"
+    return [Finding("impossible-counts", "error", "source", said, shown, "do not pool them; find out what was counted, or which version wrote it")
+            ] if len(wrong) else []
 
 
 def describe_counters(
@@ -85,10 +89,18 @@ def parse_prometheus(
             try:
                 labels = _labels(found[2] or "")
                 int(labels.get("position", 0))
-                samples.append((found[1], labels, float(found[3]), line))
+                samples.append((found[1], labels, _finite(found[3]), line))
             except (TypeError, ValueError):  # no sample, labels that do not end, or no number
                 unread.append((line, own[:200]))
     return samples, unread
+
+# %% ../nbs/38_counters.ipynb #7b8af447
+def _finite(text) -> float:
+    "A number; ValueError for NaN and infinity, which count nothing."
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _labels(text: str) -> dict:
@@ -347,6 +359,8 @@ def read_counters(
 ) -> pd.DataFrame:  # the columns of `read_log`; `describe_counters` says what to mind
     "Read acceptance from an engine's own counters."
     source, before = _loaded(source), None if before is None else _loaded(before)
+    if before is not None:
+        _check_before(source, before)
     if isinstance(source, str):
         return _read_page(source, before)
     if _is_metrics(source):
@@ -354,9 +368,21 @@ def read_counters(
         if not rows:
             raise ValueError("no metric is named vllm:spec_decode_…; expected those of an LLM with a speculative_config")
         return _table(rows, found)
-    if before is not None:
-        raise ValueError("`before` is for metrics pages; answers count for themselves")
     return _read_json(source)
+
+
+def _check_before(source, before):
+    "Refuse an earlier scrape that is of another kind, or of another engine, than the source."
+    kinds = ["a metrics page" if isinstance(own, str) else "what get_metrics returned" if _is_metrics(own) else "JSON" for own in (source, before)]
+    if kinds[0] == "JSON":
+        raise ValueError("`before` is for metrics pages; answers count for themselves")
+    if kinds[0] == kinds[1] == "a metrics page":
+        engines = [set(re.findall(r"^\s*(vllm|sglang):", own, re.M)) for own in (source, before)]
+        kinds = [f"a page of {' and '.join(sorted(own)) or 'no engine'}" for own in engines]
+        if not engines[1] or engines[0] & engines[1]:  # a page from before the first request may hold nothing yet
+            return
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"the source is {kinds[0]}, `before` is {kinds[1]}; expected two scrapes of the same server")
 
 # %% ../nbs/38_counters.ipynb #eb431e28
 def _is_file(source) -> bool:
@@ -371,6 +397,8 @@ def _loaded(source):
     "Text of a metrics page, or parsed JSON."
     if not isinstance(source, (str, bytes, Path)):
         return source
+    if not isinstance(source, Path) and not source.strip():
+        raise ValueError(f"{type(source).__name__} of {len(source)} characters with nothing in it; give a path, the text of a metrics page, or JSON")
     if isinstance(source, Path) or isinstance(source, str) and "\n" not in source and not re.match(r"\s*[\[{#]|\s*(vllm|sglang):|data:", source):
         if not _is_file(source):
             raise FileNotFoundError(f"{str(source)!r}: no such file; give a path, the text of a metrics page, or JSON")
@@ -408,8 +436,11 @@ def _read_page(text: str, before) -> pd.DataFrame:
     parts += [] if parts[1][0] else [_read_sglang(samples)]
     rows, found = sum((part[0] for part in parts), []), sum((part[1] for part in parts), [])
     if not rows:
-        raise ValueError(f"{len(text.splitlines())} lines: none has vllm:spec_decode_num_draft_tokens_total or sglang:spec_accept_length; "
+        damaged = f" that can be read ({len(unread)} cannot: line {unread[0][0]}: {unread[0][1][:80]!r})" if unread else ""
+        raise ValueError(f"{len(text.splitlines())} lines: none has vllm:spec_decode_num_draft_tokens_total or sglang:spec_accept_length{damaged}; "
                          "expected the metrics page of a server with speculation (SGLang needs --enable-metrics)")
+    if before is not None and not earlier:
+        found.append(Finding("before-empty", "note", "before", "the page from before has no counters of speculation; they are taken to be 0"))
     return _table(rows, found + _unread(unread))
 
 
