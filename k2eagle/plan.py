@@ -9,8 +9,8 @@ __all__ = ['GIB', 'CAPABILITIES', 'RULES', 'ARGUMENTS', 'OTHER_NAMES', 'NAMES', 
            'defaults_by_card', 'chunk_tokens', 'graph_batch', 'sglang_activations', 'sglang_graphs', 'static_fraction',
            'Part', 'Memory', 'cache_width', 'reserve_tokens', 'needed_tokens', 'lay_out', 'soft_bytes', 'shortage',
            'remedies', 'check_room', 'check_draft_pool', 'check_requests', 'check_layers', 'corrected', 'check_drafts',
-           'check_reduction', 'check_overlap', 'check_links', 'check_sights', 'check_length', 'Wish', 'shell_text',
-           'LaunchPlan', 'plan', 'plot_memory']
+           'check_reduction', 'check_overlap', 'check_links', 'check_sights', 'check_length', 'set_backends', 'Wish',
+           'shell_text', 'LaunchPlan', 'plan', 'plot_memory']
 
 # %% ../nbs/57_plan.ipynb #b23b7b7e
 import ast
@@ -30,6 +30,7 @@ import pandas as pd
 from packaging.version import InvalidVersion, Version
 
 from . import engines, layers, lint, servers, targets
+from .backends import attention_backend
 from .files import portable, read_json
 from .findings import Finding, Findings
 from .machine import Gpu, links, profile, read_gpus
@@ -994,24 +995,34 @@ def _own_settings(engine: str, arguments: dict) -> tuple:  # (settings by our na
     return {name: value for name, value in given.items() if value is not None}, {name for name, value in given.items() if value is None}
 
 
+def _holds(case: Case) -> bool:
+    "Does the share in force hold all requests at full length, and leave room for the rest?"
+    memory = None if case.cpu else lay_out(case)  # on a CPU the cache gets the size that is needed
+    return memory is None or memory.tokens >= case.running * needed_tokens(case) and memory.bytes("headroom") >= 0
+
+
 def _best_ranks(case: Case) -> int:
     "The fewest ranks that hold all requests at full length, or as many as there can be."
     able = [ranks for ranks in range(1, max(case.machine.count, 1) + 1) if case.target.num_heads % ranks == 0]
-    return next((ranks for ranks in able if case.cpu or _fits(replace(case, tp=ranks), case.running)), able[-1])
+    return next((ranks for ranks in able if _holds(replace(case, tp=ranks))), able[-1])
 
 
 def _best_fraction(case: Case) -> float:
-    "The engine's own share of memory, lowered until something is left over."
+    "The engine's own share of memory, lowered until something is left over, or raised until one request of full length fits."
     if case.cpu:
         return 0.5  # a limit that any machine meets; the cache has its size
     memory = lay_out(case)
-    spare, fraction = case.assumed["spare_gib"] * GIB, memory.fraction
-    while memory.bytes("headroom") < spare and fraction > 0.1:
-        lower = lay_out(replace(case, fraction=round(fraction - 0.005, 3)))
-        if lower.short_bytes:
+    step = 0.005 if memory.short_bytes else -0.005
+    for _ in range(180):
+        enough = not memory.short_bytes if step > 0 else memory.bytes("headroom") >= case.assumed["spare_gib"] * GIB
+        other = round(memory.fraction + step, 3)
+        if enough or not 0.1 < other < 0.99:
             break
-        memory, fraction = lower, lower.fraction
-    return round(fraction, 3)
+        moved = lay_out(replace(case, fraction=other))
+        if moved.bytes("headroom") < 0 if step > 0 else moved.short_bytes:
+            break
+        memory = moved
+    return round(memory.fraction, 3)
 
 # %% ../nbs/57_plan.ipynb #9eeb0ccf
 def _make_case(engine, version, target, drafter, where, purpose, settings: dict, left: set, assumed: dict, states: int) -> Case:
@@ -1045,22 +1056,59 @@ def _on_cpu(case: Case) -> Case:
     return replace(case, pool_tokens=math.ceil(needed_tokens(case) * counted / GIB) * GIB // counted)
 
 # %% ../nbs/57_plan.ipynb #c35e7a5c
-_PAGES = {"trtllm_mla": 64, "flashmla": 64, "cutlass_mla": 128}  # tokens of a page; sglang 0.5.23, arg_groups/overrides.py
-
-
-def _choices(case: Case, role: str) -> dict:  # phase -> Choice; empty where there is no GPU
+def _choices(case: Case, role: str) -> dict:  # phase -> Choice; empty where there is nothing to choose
     "What the engine takes in prefill and decode, for the target or the drafter."
     if case.cpu or (role == "draft" and not case.drafter):
         return {}
-    try:
-        from k2eagle.backends import attention_backend
-    except ModuleNotFoundError:
-        return {}
-    arch = case.target.arch if role == "target" else str((case.drafter.layout.config.get("architectures") or ["LlamaForCausalLMEagle3"])[0])
-    return {phase: attention_backend(case.engine, str(case.version), arch, case.machine.capability, role=role, phase=phase)
+    names = case.drafter.layout.config.get("architectures") if role == "draft" else [case.target.arch]
+    model = case.drafter if role == "draft" else case.target
+    facts = dict(target=case.target.arch, mla=model.latent is not None, speculative=case.drafter is not None, topk=case.topk if case.drafter else None,
+                 page_size=case.page, fp8_kv=cache_width(case) == 1, attention_backend=case.backend, draft_attention_backend=case.draft_backend)
+    arch = str((names or ["LlamaForCausalLMEagle3"])[0])
+    return {phase: attention_backend(case.engine, str(case.version), arch, case.machine.capability, role=role, phase=phase, **facts)
             for phase in ("prefill", "decode")}
 
 # %% ../nbs/57_plan.ipynb #853da416
+_OPTION = re.compile(r"--((?:speculative-draft-)?attention-backend) (\w+)")  # at the start of what `backends` says to set
+
+
+def _replacement(case: Case, advice: str) -> dict:  # setting -> value; empty where advice is no option, or the setting is taken
+    "The setting that an advice of `backends` comes to."
+    found = _OPTION.match(advice)
+    setting = {"attention-backend": "backend", "speculative-draft-attention-backend": "draft_backend"}[found[1]] if found else None
+    return {setting: found[2]} if setting and getattr(case, setting) is None else {}
+
+
+def _judge(case: Case, role: str) -> tuple:  # (settings to change, findings)
+    "What is wrong with the kernels that one role gets."
+    try:
+        choices = _choices(case, role)
+    except ValueError as error:
+        return {}, [Finding(f"{role}-backend-unknown", "note", role, "which attention kernels the engine takes here is not known", str(error),
+                            "read its own line on the attention backend in the log")]
+    wrong = [(phase, choice) for phase, choice in choices.items() if not choice.works]
+    slow = sorted({f"{choice.name}: {choice.why}" for choice in choices.values() if choice.works and choice.slow})
+    change = next(filter(None, (_replacement(case, choice.set_instead) for _, choice in wrong)), {})
+    found = [Finding(f"{role}-backend", "warning" if change else "error", f"{role}, {phase}", f"{case.engine} {case.version} takes {choice.name} on "
+                     f"{case.machine.capability}: {choice.why}", f"{choice.source} ({choice.status})",
+                     f"this plan sets {next(iter(change.values()))}" if change else choice.set_instead) for phase, choice in wrong]
+    return change, found + [Finding(f"{role}-backend-slow", "note", role, said, "", "compare with another backend") for said in slow if not wrong]
+
+
+def set_backends(
+    case: Case,
+) -> tuple:   # (case with kernels set where needed, findings)
+    "Set attention kernels where the engine's own choice does not work; those that were given are only judged."
+    found = []
+    for role in ("target", "draft"):
+        change, more = _judge(case, role)
+        found += more
+        if change:
+            case = replace(case, **change)
+            found += [finding for finding in _judge(case, role)[1] if finding.severity == "error"]  # does the replacement work?
+    return case, found
+
+# %% ../nbs/57_plan.ipynb #7a84a5ae
 class Wish(NamedTuple):
     "An argument that a plan wants, and why."
     name: str
@@ -1088,10 +1136,10 @@ def _common(memory: Memory) -> list:  # of `Wish`
             Wish(name["requests"], case.requests, f"purpose: {case.purpose}" + ("; with a drafter SGLang takes 48 otherwise"
                                                                                 if case.engine == "sglang" and case.drafter else "")),
             Wish(name["fraction"], memory.fraction if not (case.cpu and case.engine == "vllm") else None, _share_why(memory)),
-            Wish(name["chunk"], case.chunk, "as set"), Wish(name["page"], case.page, "as set, or what the attention kernels need"),
+            Wish(name["chunk"], case.chunk, "as set"), Wish(name["page"], case.page, "as set"),
             Wish(name["kv_dtype"], case.kv_dtype, f"{cache_width(case)} byte{'s' * (cache_width(case) > 1)} a value")]
 
-# %% ../nbs/57_plan.ipynb #c92ece5a
+# %% ../nbs/57_plan.ipynb #a65f112b
 def _vllm_wishes(memory: Memory) -> list:
     "Arguments of vLLM's server."
     case = memory.case
@@ -1117,7 +1165,7 @@ def _sglang_cpu_wishes(case: Case) -> list:
                               "has neither latent attention nor trees") for phase in ("prefill", "decode")]
     return wishes + [Wish("attention_backend", "torch_native", "needs no compiled kernels")]
 
-# %% ../nbs/57_plan.ipynb #c41f14e0
+# %% ../nbs/57_plan.ipynb #db6202f5
 def _sglang_wishes(memory: Memory) -> list:
     "Arguments of SGLang's server."
     case = memory.case
@@ -1151,7 +1199,7 @@ def _words(engine: str, name: str, value) -> list:
         return [flag, *map(str, value)]
     return [flag, json.dumps(value) if isinstance(value, dict) else f"{value:g}" if isinstance(value, float) else str(value)]
 
-# %% ../nbs/57_plan.ipynb #7a84a5ae
+# %% ../nbs/57_plan.ipynb #307f6af7
 def _wishes_of_words(words: list, why: str) -> list:
     "Wishes out of words of a command."
     wishes = []
@@ -1162,7 +1210,7 @@ def _wishes_of_words(words: list, why: str) -> list:
             wishes[-1][1].append(word)
     return [Wish(name.removeprefix("no_"), not name.startswith("no_") if not own else own[0] if len(own) == 1 else own, why) for name, own in wishes]
 
-# %% ../nbs/57_plan.ipynb #db6202f5
+# %% ../nbs/57_plan.ipynb #76bf2af8
 def _spell(word: str) -> str:
     "A path without what belongs to this machine; in JSON, too."
     if word.startswith("{"):
@@ -1184,7 +1232,7 @@ def shell_text(
     before = [f"{name}={shlex.quote(_spell(value) if names else value)} \\" for name, value in env.items()]
     return "\n".join([*before, " \\\n".join(lines)])
 
-# %% ../nbs/57_plan.ipynb #307f6af7
+# %% ../nbs/57_plan.ipynb #bff35a57
 @dataclass(frozen=True, repr=False)
 class LaunchPlan:
     "A command, why it is that, and what memory it takes."
@@ -1220,7 +1268,7 @@ class LaunchPlan:
         return (f"{self.engine} {self.version} on {self.layout.case.machine.name}, {self.layout.case.tp} rank{'s' * (self.layout.case.tp > 1)}: {fits}, "
                 f"{self.layout.tokens:,} tokens of cache, {len(self.warnings)} finding{'s' * (len(self.warnings) != 1)}")
 
-# %% ../nbs/57_plan.ipynb #f7d8967b
+# %% ../nbs/57_plan.ipynb #08137a9b
 _SETTINGS = {engine: {*names.values(), "cuda_graph_max_bs_decode"} for engine, names in NAMES.items()}
 
 
@@ -1258,7 +1306,7 @@ def _spelled(engine: str, version: Version, wishes: list) -> tuple:  # (wishes w
                                  f"present from {since} on, of the versions opened", f"use {since} or newer"))
     return kept, found
 
-# %% ../nbs/57_plan.ipynb #66ad58e8
+# %% ../nbs/57_plan.ipynb #8dc001b1
 def _capture_wishes(case: Case, boundaries: tuple, folder: str) -> list:
     "Arguments that make a server hand out hidden states."
     first = {"sglang": Version("0.5.23"), "vllm": Version("0.17.0")}[case.engine]
@@ -1267,24 +1315,7 @@ def _capture_wishes(case: Case, boundaries: tuple, folder: str) -> list:
     words = servers.launch_arguments(case.engine, boundaries, case.target.num_layers, folder, "cpu" if case.cpu else "cuda")
     return _wishes_of_words(words, f"capture boundaries {', '.join(map(str, boundaries))}: no reuse of prefixes, whole prompts")
 
-
-def _backends(case: Case) -> tuple:  # (case with backends set where needed, findings)
-    "Set attention kernels where the engine's own choice does not work."
-    found, names = [], {"target": "backend", "draft": "draft_backend"}
-    for role, setting in names.items():
-        if getattr(case, setting) or (role == "draft" and case.engine == "vllm"):
-            continue
-        for phase, choice in _choices(case, role).items():
-            if choice.works:
-                continue
-            found.append(Finding(f"{role}-backend", "warning" if choice.set_instead else "error", f"{role}, {phase}",
-                                 f"{case.engine} {case.version} takes {choice.name} on {case.machine.capability}: {choice.why}",
-                                 f"{choice.source} ({choice.status})", f"set to {choice.set_instead} in this plan" if choice.set_instead else ""))
-            if choice.set_instead:
-                case = replace(case, **{setting: choice.set_instead})
-    return replace(case, page=case.page or _PAGES.get(case.backend)), found
-
-# %% ../nbs/57_plan.ipynb #541b7210
+# %% ../nbs/57_plan.ipynb #af2b7041
 def _environment(case: Case, chosen) -> tuple:  # (variables, rows of reasons)
     "Environment of the server, with reasons."
     env = engines.surroundings(case.engine, "cpu") if case.cpu else {}
@@ -1302,7 +1333,7 @@ def _environment(case: Case, chosen) -> tuple:  # (variables, rows of reasons)
         rows += [(name, value, f"profile {chosen.name}: {chosen.why} ({chosen.source}; {chosen.status})") for name, value in chosen.env.items()]
     return env, rows
 
-# %% ../nbs/57_plan.ipynb #bff35a57
+# %% ../nbs/57_plan.ipynb #feacf402
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
 
 
@@ -1338,7 +1369,7 @@ def _planned(case: Case, extra: list, found: list, chosen, addresses: list, pyth
     return LaunchPlan(case.engine, str(case.version), "cpu" if case.cpu else "cuda", tuple(command), env, Findings([*found, *absent, *checked]),
                       reasons, memory)
 
-# %% ../nbs/57_plan.ipynb #08137a9b
+# %% ../nbs/57_plan.ipynb #d40c6910
 def plan(
     target="default",               # "default", a checkpoint's folder, `targets.TargetFacts`, or config.json as a dict
     engine: str = "sglang",         # 'sglang' | 'vllm'
@@ -1368,7 +1399,7 @@ def plan(
     serving = None if keep else head
     case = _make_case(engine, known, sized, serving, where, purpose, {**({"chunk": -1} if keep and engine == "sglang" else {}), **settings, **own},
                       left, assumed, states)
-    case, more = _backends(case)
+    case, more = set_backends(case)
     if case.fraction is None and "fraction" not in left:
         case = replace(case, fraction=_best_fraction(case), chosen=True)
     chosen = profile(profile_name or ("pcie" if where.links in ("pcie", "mixed") and case.tp > 1 else "as-is"), engine)
@@ -1378,7 +1409,7 @@ def plan(
     addresses = [Wish("host", host, "loopback, unless others are to reach it"), Wish("port", port or {"sglang": 30000, "vllm": 8000}[engine], "as set, or the engine's usual one")]
     return _planned(case, extra, [*found, *more, *unchecked], chosen, addresses, python)
 
-# %% ../nbs/57_plan.ipynb #8dc001b1
+# %% ../nbs/57_plan.ipynb #6ae56d47
 def _check_request(engine: str, purpose: str, settings: dict, arguments: dict, assumed: dict) -> tuple:  # (assumed, settings, arguments)
     "Refuse names that mean nothing."
     if purpose not in PURPOSES:
@@ -1394,7 +1425,7 @@ def _check_request(engine: str, purpose: str, settings: dict, arguments: dict, a
         raise ValueError(f"{twice[0]} is given twice, as an argument and as {ours[twice[0]]}; give it once")
     return {**ASSUMED, **assumed}, {name: value for name, value in settings.items() if value is not None}, arguments
 
-# %% ../nbs/57_plan.ipynb #af2b7041
+# %% ../nbs/57_plan.ipynb #06007b74
 _LOOKS = {  # part: (shade, hatching)
     "runtime": ("#4d4d4d", ""), "target weights": ("#8a8a8a", ""), "draft weights": ("#8a8a8a", "xx"), "target cache": ("#d0d0d0", "//"),
     "draft cache": ("#ffffff", "\\\\\\\\"), "captured states": ("#ffffff", "oo"), "activations": ("#eeeeee", ".."), "graphs": ("#bbbbbb", "--"),
@@ -1420,7 +1451,7 @@ def _draw_bar(ax, height: float, memory: Memory, labels: dict):
         ax.text(at, height, f"  {-memory.bytes('headroom') / GIB:,.1f} over", ha="left", va="center", fontsize=10, fontweight="bold")
     return at
 
-# %% ../nbs/57_plan.ipynb #feacf402
+# %% ../nbs/57_plan.ipynb #c3866af8
 def plot_memory(
     plans: list,   # of `LaunchPlan`
     ax=None,       # matplotlib Axes; None makes a figure
