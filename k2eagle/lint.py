@@ -8,9 +8,9 @@ __all__ = ['ABILITIES', 'SGLANG_NAMES', 'VLLM_NAMES', 'CHECKS', 'Entry', 'read_h
            'check_architecture', 'expected', 'check_fields', 'check_names', 'check_prefix', 'check_shapes', 'aux_count',
            'check_fc', 'meant', 'check_layers', 'check_first_id', 'check_aux_count', 'looks_absolute',
            'check_map_there', 'check_map', 'check_head', 'check_sizes', 'check_positions', 'rope_of', 'check_rope',
-           'check_flags', 'check_biases', 'check_depth', 'check_quantised', 'check_dtype', 'check_algorithm',
-           'check_backend', 'check_speculation', 'lint', 'verdict', 'Mending', 'both_ids', 'write_checked', 'fix',
-           'main']
+           'check_flags', 'check_biases', 'check_depth', 'check_quantised', 'check_dtype', 'read_launch', 'simulated',
+           'check_algorithm', 'check_backend', 'check_speculation', 'lint', 'verdict', 'Mending', 'both_ids',
+           'write_checked', 'fix', 'main']
 
 # %% ../nbs/31_lint.ipynb #d80c158b
 import argparse
@@ -21,11 +21,12 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from . import layers, targets
 from .files import portable, read_json, sync_folder, write_json
@@ -338,7 +339,11 @@ def engine_of(
     "Read the spelling of an engine; without a version it is the newest one known."
     name, version = layers.parse_engine(text)
     package = name.split("-")[0]
-    known = Version(version) if version else layers.NEWEST[package]
+    try:
+        known = Version(Version(version).public) if version else layers.NEWEST[package]
+    except InvalidVersion:
+        raise ValueError(f"{text!r} has no version behind ==; expected one such as {package}=={layers.NEWEST[package]}, or {package} alone for "
+                         "the newest one known") from None
     if known < layers.OLDEST[package]:
         raise ValueError(f"{package} {known} is too old; known are {layers.OLDEST[package]} to {layers.NEWEST[package]}: upgrade {package}")
     return Engine(name, known)
@@ -736,7 +741,8 @@ def check_map_there(case: Case):
         yield Finding("d2t-missing", "error", "d2t", f"the head proposes {rows} of {vocab} tokens and does not say which: both engines take the "
                       f"first {rows} ids, and nearly nothing is accepted", f"only in a file beside the weights: {', '.join(beside)}" if beside
                       else "no tensor d2t", "put d2t into the safetensors file, as offsets")
-    if entry is not None and (rows is None or rows == vocab):
+    asked = "draft_vocab_size" in case.config and "lm_head.weight" not in case.layout.named  # null, to use the target's head
+    if entry is not None and rows in (None, vocab) and (entry.shape == (vocab,) or asked):  # else the size of a smaller head was left out
         said = _consequences(case.engines, lambda engine: "will refuse to load it" if engine.can("d2t of a whole vocabulary refused") else None)
         if said:
             yield Finding("d2t-whole", "error", "d2t", f"a head over the whole vocabulary has a map that it does not need: {said}",
@@ -793,6 +799,12 @@ def _vocab_says(case: Case, head):
         return "will expect a head over the whole vocabulary, and not load this one" if head and head.shape[0] != case.config["vocab_size"] else None
     return says
 
+
+def _misspelt(config: dict, name: str) -> str:
+    "Name a field of the config that looks like another one, written wrong."
+    near = get_close_matches(name, [other for other in config if other not in _COUNTS], 1, 0.75)
+    return f"{near[0]} is there, which no engine reads: is it meant?" if near else ""
+
 # %% ../nbs/31_lint.ipynb #9c228eda
 def check_head(case: Case):
     "`draft-vocab`, `tied`, `head-rows`, `head-missing`: does each engine use the trained head?"
@@ -804,8 +816,10 @@ def check_head(case: Case):
                       f"shape {list(head.shape)}", "export the drafter again")
         return
     if rows is None and (said := _consequences(case.engines, _vocab_says(case, head))):
-        yield Finding("draft-vocab", "error", "draft_vocab_size", f"config.json gives no draft_vocab_size: {said}", fix="set draft_vocab_size: "
-                      f"{head.shape[0] if head else vocab}")
+        mapped = case.layout.named.get("d2t")
+        yield Finding("draft-vocab", "error", "draft_vocab_size", f"config.json gives no whole number as draft_vocab_size: {said}",
+                      _misspelt(case.config, "draft_vocab_size"),
+                      f"set draft_vocab_size: {head.shape[0] if head else mapped.shape[0] if mapped and mapped.shape else vocab}")
     if case.config.get("tie_word_embeddings"):
         said = _consequences(case.engines, lambda engine: "will use the embedding as head and drop the trained one without a word"
                              if engine.package == "sglang" and head else None)
@@ -873,7 +887,8 @@ def check_positions(case: Case):
     if case.target is None or _lacking(case):
         return
     reach = _reach(case.config)
-    needed = min(case.target.max_position_embeddings, (case.launch or {}).get("context_length") or case.target.max_position_embeddings)
+    launch, whole = case.launch or {}, case.target.max_position_embeddings
+    needed = min(whole, launch.get("context_length") or launch.get("max_model_len") or whole)
     if reach >= needed:
         return
     said = _consequences(case.engines, _short_says(reach))
@@ -1019,15 +1034,66 @@ def check_dtype(case: Case):
                       f"({served or 'not known'}) when they load it", fix="nothing, if the rounding is no matter")
 
 # %% ../nbs/31_lint.ipynb #559dece9
-_MLA_BACKENDS = ("trtllm_mla", "cutlass_mla", "flashmla", "cutedsl_mla", "tokenspeed_mla")
+def _object(value):
+    "A dict, or one as JSON; None where it is neither."
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
+def _counted(value):
+    "A whole number, or one as text; None where it is neither."
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+# %% ../nbs/31_lint.ipynb #9d360574
+_ARGUMENTS = dict.fromkeys(("env", "speculative_config"), (_object, "a dict, or the same as JSON")) | dict.fromkeys(
+    ("context_length", "max_model_len", "max_running_requests", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+    (_counted, "a whole number"))
+
+
+def read_launch(
+    launch: dict,  # arguments of the server with underscores, and "env"
+) -> dict:         # the same, each of the kind that the checks take
+    "Read the arguments of a launch, or say which of them cannot be one."
+    if not isinstance(launch, dict):
+        raise ValueError(f"launch is {str(launch)[:80]!r}; expected a dict of the server's arguments, such as {{'attention_backend': 'triton'}}")
+    read = dict(launch)
+    for name, value in launch.items():
+        if "-" in str(name):
+            raise ValueError(f"launch has {name!r}; expected the option with underscores: {name.strip('-').replace('-', '_')!r}")
+        kind, wanted = _ARGUMENTS.get(name, (None, ""))
+        if kind and value is not None:
+            read[name] = kind(value)
+            if read[name] is None:
+                raise ValueError(f"launch has {name} = {str(value)[:80]!r}; expected {wanted}")
+    return read
+
+# %% ../nbs/31_lint.ipynb #e3723c96
+_SIMULATED = ("SGLANG_SIMULATE_ACC_LEN", "SIMULATE_ACC_LEN")  # sglang 0.5.23, srt/environ.py; and its name in older versions
+
+
+def simulated(
+    settings: dict,  # environment variables
+) -> dict:           # name -> accept length that SGLang was told to make up
+    "Find the variables that make acceptance up; SGLang takes what is no number, or not above 0, for off."
+    found = {}
+    for name in _SIMULATED:
+        try:
+            found |= {name: float(settings[name])}
+        except (KeyError, TypeError, ValueError):
+            continue
+    return {name: length for name, length in found.items() if length > 0}
+
+# %% ../nbs/31_lint.ipynb #8580992f
 def check_algorithm(case: Case):
     "`algorithm`, `simulated`: is the method the drafter's, and the acceptance real?"
     launch = case.launch or {}
     name, spec = launch.get("speculative_algorithm"), launch.get("speculative_config") or {}
-    spec = json.loads(spec) if isinstance(spec, str) else spec
-    if name in ("EAGLE", "NEXTN") and not case.eagle1:
+    if str(name).upper() in ("EAGLE", "NEXTN") and not case.eagle1:
         yield Finding("algorithm", "error", "speculative_algorithm", f"{name} with an EAGLE-3 head: SGLang starts, skips fc because the last "
                       "state alone is as wide as the head, and accepts next to nothing: accept length near 1.0, with no error",
                       fix="use --speculative-algorithm EAGLE3")
@@ -1037,15 +1103,18 @@ def check_algorithm(case: Case):
     if "eagle-" in case.layout.folder.as_posix().lower() and spec and not method:
         yield Finding("algorithm", "error", "speculative_config", "no method is given, and the path holds \"eagle-\": vLLM guesses the older kind",
                       portable(case.layout.folder), "write \"method\": \"eagle3\"")
-    length = (launch.get("env") or {}).get("SGLANG_SIMULATE_ACC_LEN")
-    if length and float(length) > 0:
-        yield Finding("simulated", "error", "SGLANG_SIMULATE_ACC_LEN", f"the acceptance will be made up: {length} tokens a step whatever the drafter "
-                      "says, and the text is wrong", fix="unset it")
+    for variable, length in simulated(launch.get("env") or {}).items():
+        yield Finding("simulated", "error", variable, f"the acceptance will be made up: {length:g} tokens a step whatever the drafter says, and the "
+                      "text is wrong", "" if variable == _SIMULATED[0] else f"older versions of SGLang read this name, newer ones {_SIMULATED[0]}",
+                      f"unset {variable}")
     if spec.get("rejection_sample_method") == "synthetic":
         yield Finding("simulated", "error", "speculative_config", "the acceptance will be made up: rejection_sample_method is synthetic",
                       fix="leave rejection_sample_method out")
 
 # %% ../nbs/31_lint.ipynb #b8ae8fa8
+_MLA_BACKENDS = ("trtllm_mla", "cutlass_mla", "flashmla", "cutedsl_mla", "tokenspeed_mla")
+
+
 def check_backend(case: Case):
     "`draft-backend`: can the drafter's attention run on the backend it gets?"
     launch = case.launch or {}
@@ -1105,7 +1174,7 @@ def _readers(layout: Layout, engines: tuple) -> tuple:  # (engines that can read
     return able, [Finding("speculators-layout", "error", "config.json", f"the config is nested as speculators writes it: {said}",
                           "transformer_layer_config", "convert it to the flat layout, which both engines read")] if said else []
 
-
+# %% ../nbs/31_lint.ipynb #3d8b3908
 def lint(
     drafter_dir: str | Path,             # the drafter's checkpoint
     target=None,                         # its target's checkpoint, "default", or `TargetFacts`; without it layers and rope are not judged
@@ -1115,6 +1184,9 @@ def lint(
     "Say what engines will make of a drafter, from its config and the tables of its weight files."
     facts = targets.facts(target) if isinstance(target, (str, Path)) else target
     asked = tuple(engine_of(text) for text in ([engines] if isinstance(engines, str) else engines))
+    if not asked:
+        raise ValueError("engines is empty; expected those that are to serve the drafter, such as ('sglang', 'vllm')")
+    launch = None if launch is None else read_launch(launch)
     layout, found = read_layout(drafter_dir)
     if not layout.raw:
         return Findings(found)

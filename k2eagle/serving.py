@@ -20,6 +20,7 @@ from .asking import Asked
 from .capture import options_for, load_model
 from .files import read_json
 from .findings import Finding, Findings
+from .lint import simulated
 from .progress import bar
 
 # %% ../nbs/40_serving.ipynb #e595b485
@@ -98,9 +99,6 @@ def check_kept(
                              "the rules for layer ids of this version differ from those in `layers`: report it, and write ids that give the boundaries meant")])
 
 # %% ../nbs/40_serving.ipynb #3565555c
-_MADE_UP = ("SGLANG_SIMULATE_ACC_LEN", "SIMULATE_ACC_LEN")  # sglang 0.5.23, srt/environ.py; and its name in older versions
-
-
 def check_faked(
     served: Served,
     settings: dict,   # environment variables of the engine, and vLLM's speculative_config; what is known of them
@@ -108,7 +106,7 @@ def check_faked(
     "Notice acceptance that an engine was told to make up."
     if not served.num_draft or not len(served.frame):
         return Findings()
-    signs = [f"{name}={settings[name]}" for name in _MADE_UP if served.engine == "sglang" and _number(settings.get(name)) > 0]
+    signs = [f"{name}={length:g}" for name, length in simulated(settings).items() if served.engine == "sglang"]
     if served.engine == "vllm" and settings.get("rejection_sample_method") == "synthetic":
         signs.append("rejection_sample_method is synthetic")
     steps, first, last = (served.frame[name].sum() for name in ("drafts", "pos_1", f"pos_{served.num_draft}"))
@@ -118,14 +116,6 @@ def check_faked(
         signs.append("the answers are token 100 throughout")  # sglang 0.5.23, speculative/spec_utils.py, mode 'fixed'
     return Findings([Finding("acceptance-faked", "warning", f"{served.engine} {served.version}", "the acceptance looks made up, and says nothing of "
                              "the drafter", "; ".join(signs), "start the engine without it")] if signs else [])
-
-
-def _number(value) -> float:
-    "A setting as a number; -1 where it is none."
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return -1.0
 
 # %% ../nbs/40_serving.ipynb #9ea20277
 def serve(

@@ -91,6 +91,11 @@ LAUNCHES = [
     ({"speculative_algorithm": "EAGLE3", "max_running_requests": 8, "attention_backend": "triton", "speculative_eagle_topk": 1}, {"draft-tokens"}),
     ({"speculative_algorithm": "EAGLE3", "max_running_requests": 8, "attention_backend": "triton", "speculative_num_steps": 3,
       "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "env": {"SGLANG_SIMULATE_ACC_LEN": "2.5"}}, {"simulated"}),
+    ({"env": {"SIMULATE_ACC_LEN": "3"}}, {"simulated"}),
+    ({"env": {"SGLANG_SIMULATE_ACC_LEN": "-1", "SIMULATE_ACC_LEN": "off"}}, set()),
+    ({"speculative_algorithm": "eagle3", "max_running_requests": "8", "attention_backend": "triton", "speculative_num_steps": "3",
+      "speculative_eagle_topk": "1", "speculative_num_draft_tokens": "8"}, {"draft-tokens"}),
+    ({"speculative_algorithm": "eagle", "max_running_requests": 8, "attention_backend": "triton"}, {"algorithm"}),
     ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, {"algorithm"}),
     ({"speculative_config": '{"method": "eagle3", "rejection_sample_method": "synthetic"}'}, {"simulated"}),
     ({"speculative_config": {"method": "eagle3"}}, set()),
@@ -103,9 +108,41 @@ def test_launch(launch, expected, tmp_path):
     assert codes(lint(folder, facts, "sglang", launch)) == expected
 
 
+def test_what_is_no_launch_and_no_engine_is_refused(clean, tmp_path):
+    folder = written(tmp_path / "drafter", *clean)
+    with pytest.raises(ValueError, match=r"expected one such as sglang==\d"):
+        lint(folder, LLAMA, engines=["sglang==x"])
+    with pytest.raises(ValueError, match="engines is empty"):
+        lint(folder, LLAMA, engines=())
+    with pytest.raises(ValueError, match="env = '3'; expected a dict"):
+        lint(folder, LLAMA, launch={"env": 3})
+    assert codes(lint(folder, LLAMA, engines=["vllm==0.32.0+cpu"]), "error", "warning", "note") == set()
+
+
+DRAFT_VOCABS = [{"draft_vocab_size": str(drafter_layouts.DRAFT)}, {"draft_vocab_size": float(drafter_layouts.DRAFT)}, {"draft_vocab_size": True},
+                {"draft_vocab_size": -3}, {"draft_vocab_size": None}, {"draft_vocabulary_size": drafter_layouts.DRAFT},
+                {"draft_vocab": drafter_layouts.DRAFT}, {}]
+
+
+@pytest.mark.parametrize("given", DRAFT_VOCABS)
+@pytest.mark.parametrize("lost", [(), ("lm_head.weight",)])
+def test_a_slip_in_the_draft_vocabularys_size_takes_no_map_away(given, lost, clean, tmp_path):
+    config, tensors = clean
+    found = lint(written(tmp_path / "drafter", {**without(config, "draft_vocab_size"), **given}, without(tensors, *lost)), LLAMA, ALL)
+    null_for_the_targets_head = lost and given == {"draft_vocab_size": None}
+    assert ("d2t-whole" in codes(found)) == bool(null_for_the_targets_head), str(found)
+    if null_for_the_targets_head:
+        return
+    said = next(one for one in found if one.code == "draft-vocab")
+    assert said.fix == f"set draft_vocab_size: {drafter_layouts.DRAFT}"
+    misspelt = [name for name in given if name != "draft_vocab_size"]
+    assert said.evidence == (f"{misspelt[0]} is there, which no engine reads: is it meant?" if misspelt else "")
+
+
 def test_a_short_context_needs_no_long_drafter(tmp_path):
     folder, facts = drafter_layouts.write("SafeAILab, Llama-3.1-8B", tmp_path)
     assert codes(lint(folder, facts, "sglang", {"context_length": 2048})) == set()
+    assert codes(lint(folder, facts, "vllm==0.25.1", {"max_model_len": "2048"})) == set()
     assert codes(lint(folder, facts, "sglang", {"context_length": 4096})) == {"positions"}
 
 
