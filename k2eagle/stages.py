@@ -100,6 +100,7 @@ _VLLM = [Marker("vllm", *row) for row in (
     ("0.9.2-0.32.0", "torch.compile t", "compile", "end", "compilation/monitor.py", "kv cache", r"torch\.compile (?:takes|took) (?P<seconds>[\d.]+) s in total"),
     ("0.9.2-0.32.0", "DeepGEMM warmup", "compile", "count", "model_executor/warmup/deep_gemm_warmup.py", "", "", "kernels"),
     ("0.32.0", "JIT kernel warmup", "compile", "count", "model_executor/warmup/jit_warmup.py", "", r"\(\d+ compile keys\)", "kernels"),
+    ("0.32.0", "KV cache layout.", "kv cache", "inside", "v1/attention/backends/utils.py", "", r"^Using \w+ KV cache layout"),
     ("0.9.2-0.32.0", "Available KV cache memory", "kv cache", "inside", "v1/worker/gpu_worker.py"),
     ("0.32.0", "GiB for KV cache on node", "kv cache", "inside", "v1/worker/cpu_worker.py"),
     ("0.9.2-0.32.0", "KV cache size:", "kv cache", "end", "v1/core/kv_cache_utils.py", "graphs", r"[\d,]+ tokens"),
@@ -221,7 +222,7 @@ class Tracker:
 
     def begin(self):
         "Forget the start so far: another one begins."
-        self.ranks, self.failed, self.eager, self.speculative = {}, False, False, None
+        self.ranks, self.failed, self.eager, self.speculative, self.draft_next = {}, False, False, None, False
 
     def feed(self, line: Line) -> Iterator[Event]:  # line: the next one
         "Yield the events of a line."
@@ -245,7 +246,9 @@ class Tracker:
 # %% ../nbs/51_stages.ipynb #a9333d44
 def _event(tracker: Tracker, line: Line, marker: Marker, match) -> Event:
     "What a marker means, after all that came before."
-    rank = None if (line.process or "").startswith(("EngineCore", "APIServer")) or (line.rank or "").startswith("rank") and marker.edge == "fatal" else line.rank
+    numbered = (line.rank or "").startswith("rank") and (marker.edge == "fatal" or tracker.engine == "sglang")  # SGLang's own names are TP0, DP1 TP3, …
+    rank = None if (line.process or "").startswith(("EngineCore", "APIServer")) or numbered else line.rank
+    rank = None if marker.edge == "count" and rank not in tracker.ranks else rank  # a bar is drawn by some rank, named by what started it
     own = tracker.ranks.setdefault(rank, _Rank())
     own = _lead(tracker, own) if marker.edge == "count" else own
     groups = match.groupdict() if match else {}
@@ -269,6 +272,8 @@ def _note_arguments(tracker: Tracker, text: str):
     found = re.search(r"speculative_(?:algorithm|config)['\"]?[=:] ?(None|.)", text)
     if found:
         tracker.speculative = found[1] != "None"
+    if text.startswith("server_args="):  # from 0.5.14 on the drafter's weights come before any cache; its arguments have this one, in 0.5.23 they are a dict
+        tracker.draft_next = bool(tracker.speculative) and (text.startswith("server_args={") or "cuda_graph_config=" in text)
 
 # %% ../nbs/51_stages.ipynb #77e9b68d
 def _entered(tracker: Tracker, own: _Rank, marker: Marker, event: Event) -> Event:
@@ -284,7 +289,7 @@ def _entered(tracker: Tracker, own: _Rank, marker: Marker, event: Event) -> Even
         stage = "draft " + stage
     if _PLACE[own.stage] > _PLACE["server"] and _PLACE[stage] < _PLACE["ready"]:  # a request of a server that is up, or of its warm-up
         stage = own.stage if own.stage == "ready" or _PLACE[stage] < _PLACE["warm-up"] else stage
-    elif marker.edge == "inside" and event.rank is None and _PLACE[stage] < _PLACE[own.stage]:
+    elif marker.edge == "inside" and tracker.engine == "vllm" and event.rank is None and _PLACE[stage] < _PLACE[own.stage]:
         stage = own.stage  # another process of the same name is not as far
     own.draft = own.draft or stage == "draft weights"
     own.stage = stage
@@ -308,6 +313,8 @@ def _ended(tracker: Tracker, own: _Rank, marker: Marker, event: Event) -> Event:
     if ends == "graphs" and own.stage == "draft graphs" and not marker.then:
         ends = "draft graphs"
     then = marker.then or ends
+    if ends == "weights" and then == "kv cache" and tracker.draft_next and tracker.engine == "sglang":
+        then = "draft weights"
     if then == "weights" and ends == "draft weights":
         then = ends  # weights are there, but the model is not built to its end
     if then == "graphs":
