@@ -244,9 +244,9 @@ def _page(status: Status) -> str:
             f"{status.findings._repr_html_() if status.findings else ''}</div>")
 
 # %% ../nbs/53_watch.ipynb #4cb3e013
-_AFTER_READY = (b"server_args=", b"Initializing a V", b"API server version", b"non-default args", b"Traceback (", b"hit an exception", b"EngineCore", b"EngineDead",
-                b"WorkerProc", b"died", b"SIGTERM", b"sigquit", b"shutdown complete", b"Shutting down", b"Killed", b"Fatal Python", b"Segmentation",
-                b"scheduler is dead", b"atchdog timeout", b"kill_process_tree", b"Gracefully exiting", b"Parent process exited", b"crashed with exit")
+_AFTER_READY = (b"server_args=", b"non-default args", b"Traceback (", b"hit an exception", b"EngineCore e", b"EngineDead", b"WorkerProc", b"died", b"SIGTERM", b"sigquit",
+                b"hutdown complete", b"Shutting down", b"Killed", b"Fatal Python", b"Segmentation", b"atchdog timeout", b"kill_process_tree", b"Parent process exited",
+                b"crashed with exit")
 
 
 class _Start:
@@ -287,9 +287,11 @@ class Watcher:
         if not data:
             return
         self.last_line = self.last_strong = self.last_any = _tick(self, now)
-        if self.start.stage == "ready" and self.start.end is None and not any(mark in data for mark in _AFTER_READY):
-            _skip(self, data)
-            return
+        if self.start.stage == "ready" and self.start.end is None and not self.reader.wide:
+            seam = self.reader.rest[-64:] + data[:64]  # a word may be cut by where the bytes were
+            if not any(mark in data or mark in seam for mark in _AFTER_READY):
+                _skip(self, data)
+                return
         for line in self.reader.feed(data):
             self.take(line)
 
@@ -357,7 +359,7 @@ def _note(watcher: Watcher, event: Event):
         _note_rank(start, event, watcher.now)
     leads = event.rank == start.leader or event.edge == "count"
     ahead = event.rank is None and list(STAGES).index(event.stage) >= list(STAGES).index(start.stage)
-    if not (leads or ahead):
+    if not (leads or ahead) or start.stage == "ready":
         return
     if event.stage != start.stage:
         _enter(start, event.stage)
