@@ -131,6 +131,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     "num_draft_tokens": {"ge": 2},  # the root and a draft
     "chunked_prefill_tokens": {"ge": 0}, "mode": ("prefill", "decode"),
     "heldout": {"ge": 2},  # an interval needs two
+    "lines_before": {"ge": 0}, "exit_code": {"ge": -64, "le": 255},  # negative: ended by that signal
     "seed": {"ge": 0}, "warmup_steps": {"ge": 0}, "boundaries": {"ge": 0}, "weight_decay": {"ge": 0},
     "temperature": {"ge": 0}, "top_p": {"gt": 0, "le": 1}, "warmup": _SHARE, "epochs": {"gt": 0},
     "learning_rate": {"gt": 0}, "gradient_clip": {"gt": 0}, "step_decay": {"gt": 0, "le": 1},
@@ -138,6 +139,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     "engine": ("hf", "vllm", "sglang"), "engines": ("hf", "vllm", "sglang"), "serve_in": ("vllm", "sglang"),
     "draft_sample_method": ("greedy", "probabilistic"),
     "dtype": ("bfloat16", "float32"), "device": ("auto", "cpu", "cuda"),
+    "purpose": ("latency", "throughput", "capture"), "port": {"ge": 1, "le": 65535}, "patience_s": {"gt": 0},
 }
 
 # %% ../nbs/90_runs.ipynb #cf663053
