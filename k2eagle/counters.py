@@ -395,6 +395,8 @@ def _is_file(source) -> bool:
 
 def _loaded(source):
     "Text of a metrics page, or parsed JSON."
+    if source is None or isinstance(source, (int, float)):
+        raise ValueError(f"source is {type(source).__name__} {source}; expected a path, a metrics page or JSON")
     if not isinstance(source, (str, bytes, Path)):
         return source
     if not isinstance(source, Path) and not source.strip():
@@ -412,6 +414,10 @@ def _loaded(source):
     return _parsed(source) if re.match(r"\s*(?:[\[{]|data:)", source) else source
 
 # %% ../nbs/38_counters.ipynb #1800c7b6
+_LOG = re.compile(r"Decode batch|SpecDecoding metrics:|Speculative metrics:")
+_IS_LOG = "the source is the log of an engine, which logs.read_log reads; expected a metrics page, or JSON"
+
+
 def _parsed(text: str):
     "JSON as a whole, or else line by line: [(line, record)]; damaged lines become their text."
     try:
@@ -427,7 +433,7 @@ def _parsed(text: str):
                     records.append((line, own))
         return records
 
-
+# %% ../nbs/38_counters.ipynb #8b4292ea
 def _read_page(text: str, before) -> pd.DataFrame:
     "The table of a metrics page."
     samples, unread = parse_prometheus(text)
@@ -435,6 +441,8 @@ def _read_page(text: str, before) -> pd.DataFrame:
     parts = [_read_vllm(samples, earlier), _read_finished(samples, earlier)]
     parts += [] if parts[1][0] else [_read_sglang(samples)]
     rows, found = sum((part[0] for part in parts), []), sum((part[1] for part in parts), [])
+    if not rows and _LOG.search(text):
+        raise ValueError(_IS_LOG)
     if not rows:
         damaged = f" that can be read ({len(unread)} cannot: line {unread[0][0]}: {unread[0][1][:80]!r})" if unread else ""
         raise ValueError(f"{len(text.splitlines())} lines: none has vllm:spec_decode_num_draft_tokens_total or sglang:spec_accept_length{damaged}; "
@@ -483,6 +491,8 @@ def _read_json(source) -> pd.DataFrame:
             rows += made
             found += notes
     if not rows:
+        if any(_LOG.search(text) for _, text in damaged):
+            raise ValueError(_IS_LOG)
         raise ValueError(f"no counts in {len(records)} records" + (f", {len(damaged)} of them no JSON" if damaged else "") + "; expected "
                          "spec_verify_ct (SGLang), acceptance_histogram (vLLM), internal_states (/server_info) or a benchmark's result")
     return _table(rows, _merged(found) + _unread(damaged))

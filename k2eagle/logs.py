@@ -640,10 +640,11 @@ _DEFINITIONS = (None, OLD, NEW, "vllm rate", "vllm v0 rate", OLDEST)
 
 
 def _resolve(tally: _Tally, section: _Section) -> tuple:
-    "Rates and definitions (places in `_DEFINITIONS`) of the pairs of one section of an SGLang log, and its set-ups."
+    "Rates, definitions (places in `_DEFINITIONS`) and which are impossible, of the pairs of one section of an SGLang log, and its set-ups."
     length, printed = tally.printed()
     rates, kinds, setups = np.full(len(length), np.nan), np.zeros(len(length), np.int8), []
-    known, bare = np.isfinite(printed) & np.isfinite(length), np.isnan(printed) & np.isfinite(length)
+    possible = ~_impossible(length, _TOKENS[-1]) & np.isfinite(length)
+    known, bare = np.isfinite(printed) & possible, np.isnan(printed) & possible
     for definition, tokens, explained in _settled(length[known], printed[known], tally.weight[known], section) if known.any() else ():
         rows = np.flatnonzero(known)[explained]
         kinds[rows] = _DEFINITIONS.index(definition)
@@ -655,15 +656,16 @@ def _resolve(tally: _Tally, section: _Section) -> tuple:
         rates[bare] = _rates(length[bare], printed[bare], None, tokens, section)
         if len(setups) != 1:
             setups.append(_setup(None, tokens, int(tally.weight[bare].sum()), int(tally.first[bare].min()), section))
-    rates[_impossible(length, _longest(setups, section))] = np.nan
-    return rates, kinds, setups
+    wrong = _impossible(length, _longest(setups, section))
+    rates[wrong] = np.nan
+    return rates, kinds, wrong, setups
 
 # %% ../nbs/37_logs.ipynb #10cd8c58
 def _longest(setups: list, section: _Section) -> float:
-    "The longest accept length that the set-ups of a section allow; infinite where that is open."
+    "The longest accept length that the set-ups of a section allow; the largest D tried where that is open."
     numbers = {setup.num_draft_tokens for setup in setups}
     if section.adaptive or not numbers or None in numbers:
-        return math.inf
+        return float(_TOKENS[-1])
     path = section.num_draft + 1 if section.num_draft and numbers == {section.num_draft_tokens} else math.inf  # a tree's, or the chain's own
     return min(max(numbers), path)
 
@@ -746,7 +748,8 @@ class _Digest:
         self.engines |= {_NAMES[engine] for engine in np.unique(raw["engine"])}
         self.widths |= set(np.unique(counts["width"]).tolist())
         self.proposed |= bool((counts["drafted"] > 0).any())
-        self.longest = np.fmax.reduce(raw["accept_len"], initial=self.longest)
+        possible = raw["accept_len"][~_impossible(raw["accept_len"], _TOKENS[-1])]
+        self.longest = np.fmax.reduce(possible, initial=self.longest)
         for section, own in _sglang_rows(raw):
             self.tallies.setdefault(section, _Tally()).add(raw["accept_len"][own], raw["rate"][own], raw["line"][own])
         found = [line for rank in np.unique(raw["rank"]).tolist() for line in self._falls(rank, raw)]
@@ -772,18 +775,19 @@ def _sglang_rows(raw: dict, size: int = 1 << 17):
 def _frame(raw: dict, counts: dict, answers: dict, ranks: list, depth: int) -> pd.DataFrame:
     "The table of some rows; answers: by section, its tally and what `_resolve` said; depth: the most positions of a row."
     rows = len(raw["line"])
-    kinds, rate = np.zeros(rows, np.int8), np.full(rows, np.nan)
+    kinds, rate, length = np.zeros(rows, np.int8), np.full(rows, np.nan), raw["accept_len"].copy()
     for section, own in _sglang_rows(raw):
-        tally, rates, definitions, _ = answers[section]
+        tally, rates, definitions, wrong, _ = answers[section]
         which = np.searchsorted(tally.pairs, _pairs(raw["accept_len"][own], raw["rate"][own]))
         rate[own], kinds[own] = rates[which], definitions[which]
+        length[own[wrong[which]]] = np.nan
     row, drafted, accepted = (counts[name] for name in ("row", "drafted", "accepted"))
     kinds[row] = np.where(raw["engine"][row] == _VLLM, 3, 4)
     rate[row] = np.divide(accepted, drafted, out=np.full(len(row), np.nan), where=drafted > 0)
     numbers = {name: _placed(row, counts[own], rows) for name, own in (("drafts", "steps"), ("drafted", "drafted"), ("accepted", "accepted"))}
     frame = {"time": raw["time"].view("datetime64[ms]"),
              "engine": pd.Categorical.from_codes(np.minimum(raw["engine"], 1), ["sglang", "vllm"]), **numbers,
-             "accept_len": raw["accept_len"], "rate": rate,
+             "accept_len": length, "rate": rate,
              "rate_logged": raw["rate"], "rate_definition": _category(kinds, _DEFINITIONS), **_positions(counts, rows, depth),
              "running": raw["running"], "tokens_per_s": raw["throughput"], "line": raw["line"],
              "rank": _category(raw["rank"], [name or None for name in ranks])}
@@ -934,6 +938,7 @@ def _open(source):
 
 # %% ../nbs/37_logs.ipynb #7325c497
 _JSON = re.compile(rb"\s*(?:[\[{]\s*[\"\[{\]}]|data:\s*\{)")
+_PAGE = re.compile(rb"^(?:# (?:HELP|TYPE) \w|(?:vllm|sglang):\w+[ {])", re.M)  # Prometheus text
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x1b"))  # what text has none of
 
 
@@ -943,23 +948,24 @@ def _nothing(name: str, size: int, head: bytes, state: _State) -> str:
         return f"{name} is empty; expected a log of SGLang or vLLM"
     if state.unread:
         line, text = state.examples[0]
-        return f"{name}: {state.unread} lines mention the metrics, none could be read; the first is line {line}: {text[:200]!r}"
+        comma = "; it has decimal commas, write points for them" if re.search(r"accept(?:ance)? len(?:gth)?: *\d+,\d", text) else ""
+        return f"{name}: {state.unread} lines mention the metrics, none could be read{comma}; the first is line {line}: {text[:200]!r}"
     if head[:2] not in (b"\xff\xfe", b"\xfe\xff") and len(head) - len(head.translate(None, _CONTROL)) > len(head) // 100:
         return f"{name} is a binary file; expected the text of a log"
     looked = "'Decode batch' with 'accept len:' (SGLang), 'SpecDecoding metrics:' and 'Speculative metrics:' (vLLM)"
     if state.plain:
         return (f"{name} is a log without speculation: {state.plain} lines report throughput, none has {looked}; "
                 "was the server started with a drafter, and its statistics not switched off?")
-    json = "; it is JSON: counters.read_counters reads answers, server info and results" if _JSON.match(head) else ""
-    return f"{name} is no log that is known, {state.lines} lines: none has {looked}{json}"
+    other = "; it is JSON: counters.read_counters reads answers, server info and results" if _JSON.match(head) else ""
+    other = "; it is a metrics page: counters.read_counters reads that" if _PAGE.search(head) else other
+    return f"{name} is no log that is known, {state.lines} lines: none has {looked}{other}"
 
 # %% ../nbs/37_logs.ipynb #a4ec7e97
 def _doubts(state: _State, answers: dict) -> tuple:
     "How many lines have numbers that no run can have, and the first of them: (line, numbers)."
     count, found = state.impossible, list(state.doubtful)
-    for number, (tally, *_, setups) in answers.items():
+    for number, (tally, *_, wrong, setups) in answers.items():
         length, most = tally.printed()[0], _longest(setups, state.sections[number])
-        wrong = _impossible(length, most)
         count += int(tally.weight[wrong].sum())
         found += [(line, f"accept length {own:.2f}" + (f" of at most {most:.0f}" if own > 1 else "")) for line, own in
                   zip(tally.first[wrong].tolist(), length[wrong].tolist())]
@@ -971,7 +977,7 @@ def _summary(state: _State, digest: _Digest, answers: dict, name: str) -> dict:
     setups = [setup for *_, found in answers.values() for setup in found]
     numbers = {setup.num_draft_tokens for setup in setups} | {width + 1 for width in digest.widths if width}
     numbers = {number for number in numbers if number} or {number + 1 for section in state.sections if (number := section.num_draft)}
-    unexplained = sum(_unexplained(*answer, state.sections[section]) for section, answer in answers.items())
+    unexplained = sum(_unexplained(*answer) for answer in answers.values())
     impossible, doubtful = _doubts(state, answers)
     return dict(name=name, lines=state.lines, rows=digest.rows, unread=state.unread, partial=state.partial,
                 examples=list(state.examples), setups=[asdict(setup) for setup in setups],
@@ -980,10 +986,9 @@ def _summary(state: _State, digest: _Digest, answers: dict, name: str) -> dict:
                 engines=sorted(digest.engines), longest=float(digest.longest), proposed=digest.proposed)
 
 # %% ../nbs/37_logs.ipynb #f7cd5505
-def _unexplained(tally: _Tally, rates: np.ndarray, kinds: np.ndarray, setups: list, section: _Section) -> int:
+def _unexplained(tally: _Tally, rates: np.ndarray, kinds: np.ndarray, wrong: np.ndarray, setups: list) -> int:
     "Lines whose rate fits no definition, or several, while their length is possible."
-    length, printed = tally.printed()
-    left = np.isfinite(printed) & (kinds == 0) & np.isnan(rates) & ~_impossible(length, _longest(setups, section))
+    left = np.isfinite(tally.printed()[1]) & (kinds == 0) & np.isnan(rates) & ~wrong
     return int(tally.weight[left].sum())
 
 
@@ -1033,7 +1038,7 @@ def _describe_reading(log: dict) -> list:
     if log["impossible"]:
         shown = "; ".join(f"line {line}: {numbers}" for line, numbers in log["doubtful"][:3])
         found.append(Finding("impossible-numbers", "error", log["name"], f"{log['impossible']} lines have an accept length or per-position rates that "
-                             "no run can have; what follows from those is left empty", shown, "was the log damaged, or another num_draft_tokens "
+                             "no run can have; those are left empty, and what follows from them", shown, "was the log damaged, or another num_draft_tokens "
                              "stated or given than was served?"))
     if log["unexplained"]:
         found.append(Finding("rate-does-not-fit", "warning", log["name"], f"of {log['unexplained']} lines, accept length and rate fit no "
@@ -1057,9 +1062,9 @@ def _describe_rows(log: dict) -> list:
         found.append(Finding("several-setups", "warning", name, f"{len(log['setups'])} set-ups in one file", "", "select one by line number"))
     if log["rows"] == 1:
         found.append(Finding("one-window", "note", name, "a single line, so nothing says how much the acceptance varies"))
-    if not log["longest"] > 0 and log["proposed"]:
-        found.append(Finding("no-length", "warning", name, "drafts were proposed, and no line tells an accept length", "",
-                             "look at the lines that were not read, or not wholly"))
+    if not log["longest"] > 0 and (log["proposed"] or log["impossible"]):
+        found.append(Finding("no-length", "warning", name, "the server drafted, and no line tells an accept length that a run can have", "",
+                             "look at the lines that were not read, or not wholly, or that are impossible"))
     elif not log["longest"] > 0:
         found.append(Finding("no-steps", "warning", name, "no line has a verify step: the server was idle"))
     elif log["longest"] <= 1.0:
@@ -1076,9 +1081,7 @@ def estimate_counts(
     out = frame.copy()
     drafts = (out.running.fillna(1).clip(lower=1) * decode_interval).where(out.drafts.isna(), out.drafts)
     log = frame.attrs.get("log", {})
-    most = log["num_draft"] + 1 if log.get("num_draft") and not log["adaptive"] else math.inf
-    kept = out.accept_len.mask(_impossible(out.accept_len, most)) - 1
-    accepted = (drafts * kept).where(out.accepted.isna(), out.accepted)
+    accepted = (drafts * (out.accept_len - 1)).where(out.accepted.isna(), out.accepted)
     num_draft = ((out.accept_len - 1) / out.rate.where(out.rate > 0)).where(out.rate_logged.isna() | (out.rate > 0.02))
     drafted = drafts * (float("nan") if log.get("adaptive") else log.get("num_draft") or num_draft)  # an adaptive server changes K as it goes
     out["drafts"], out["accepted"] = drafts, accepted

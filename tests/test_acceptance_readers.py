@@ -296,6 +296,7 @@ def read_damaged(data: bytes):
     assert (frame.accepted.fillna(0) <= frame.drafted.fillna(np.inf) + 1e-9)[frame.rate_definition.eq("vllm rate")].all()
     rate = frame.rate[~frame.rate_definition.eq("vllm v0 rate")]
     assert rate.isna().all() or rate.dropna().between(0, 1.01).all()
+    assert frame.accept_len.isna().all() or frame.accept_len.dropna().between(0.99, 256.01).all()
     describe_log(frame)
 
 
