@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LINKS', 'NCCL', 'PCIE', 'Gpu', 'parse_gpus', 'read_gpus', 'Links', 'parse_topology', 'links', 'nccl_fault',
-           'nccl_settings', 'Profile', 'profiles', 'profile', 'profile_table', 'one_less', 'suggest', 'flags']
+           'nccl_settings', 'Profile', 'profiles', 'profile', 'profile_table', 'one_less', 'suggest']
 
 # %% ../nbs/55_machine.ipynb #639b0b06
 import re
@@ -303,17 +303,3 @@ def suggest(
 ) -> str:                  # name of a profile
     "Name the profile to try first."
     return "pcie" if wiring is not None and wiring.kind in ("pcie", "mixed") else "as-is"
-
-# %% ../nbs/55_machine.ipynb #c2378f36
-def flags(
-    package: Path,  # the engine's package folder
-) -> set:           # command line flags, such as "--max-running-requests"
-    "Collect the flags that an engine's own source defines, without importing it."
-    files = [*package.glob("engine/arg_utils.py"), *package.glob("entrypoints/openai/cli_args.py"), *package.glob("srt/server_args.py"),
-             *package.glob("srt/arg_groups/**/*.py")]
-    if not files:
-        raise ValueError(f"no definition of arguments in {package.name}; expected the package folder of vllm or sglang")
-    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    # SGLang makes most flags from the fields of a dataclass: `max_running_requests: int = …`
-    fields = re.findall(r"^    (\w+)\s*:", text, re.M)
-    return set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", text)) | {"--" + name.replace("_", "-") for name in fields}
