@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['READ', 'CAPABILITIES', 'MLA', 'MHA', 'SPARSE', 'LISTED', 'FA3_FIRST', 'FACTS', 'RULES', 'CONDITIONS', 'VALID_ON',
            'LIMITS', 'FAULTS', 'SUPPORT', 'CHECKS', 'Case', 'Rule', 'Limit', 'limits', 'check_limits', 'Fault',
-           'Support', 'Choice', 'attention_backend', 'backend_table', 'Source', 'installed', 'check_installed']
+           'Support', 'Choice', 'backend_names', 'attention_backend', 'backend_table', 'Source', 'installed',
+           'check_installed']
 
 # %% ../nbs/54_backends.ipynb #74a13552
 import ast
@@ -624,6 +625,14 @@ def _answer(case: Case) -> Choice:
                   fault.code)
 
 # %% ../nbs/54_backends.ipynb #3e68223e
+def backend_names(
+    engine: str,  # 'sglang' | 'vllm'
+) -> list:
+    "List the backends that the tables know."
+    own = [row for row in (*RULES, *FAULTS, *LIMITS) if row.engine == engine]
+    return sorted({name for row in own for name in ([row.backend] if isinstance(row, Limit) else row.names)} - {"none"})
+
+
 def _asked(engine: str, version, arch, capability, role, phase, facts) -> Case:
     "Check a question, with the version as it was asked for."
     if unknown := set(facts) - set(FACTS):
@@ -633,6 +642,10 @@ def _asked(engine: str, version, arch, capability, role, phase, facts) -> Case:
     spelled, own = parse_engine(engine)
     name, _, runner = spelled.partition("-")
     asked, known = _version(name, version or own), SimpleNamespace(**{**FACTS, **facts})
+    given = [value for option, value in vars(known).items() if option.endswith("_backend") and value is not None]
+    if odd := [value for value in given if value not in backend_names(name)]:
+        raise ValueError(f"backend {odd[0]!r} of {name} is in no table; expected one of {', '.join(backend_names(name))}: whether another works, "
+                         "only the engine itself can say")
     if name == "vllm" and not runner:
         runner = "v2" if asked >= Version("0.32.0") and str(capability).lower() != "cpu" else "v1"
     return Case(name, asked, arch, _attention(arch, known.mla), _capability(capability), role, phase, runner, asked, known)

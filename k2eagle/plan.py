@@ -8,9 +8,9 @@ __all__ = ['GIB', 'CAPABILITIES', 'RULES', 'ARGUMENTS', 'OTHER_NAMES', 'NAMES', 
            'argument', 'argument_table', 'read_arguments', 'package_of', 'check_arguments', 'Case', 'usual_requests',
            'defaults_by_card', 'chunk_tokens', 'graph_batch', 'sglang_activations', 'sglang_graphs', 'static_fraction',
            'Part', 'Memory', 'cache_width', 'reserve_tokens', 'needed_tokens', 'lay_out', 'soft_bytes', 'shortage',
-           'remedies', 'check_room', 'check_draft_pool', 'check_requests', 'check_layers', 'corrected', 'check_drafts',
-           'check_reduction', 'check_overlap', 'check_links', 'check_sights', 'check_length', 'set_backends', 'Wish',
-           'shell_text', 'LaunchPlan', 'plan', 'plot_memory']
+           'remedies', 'check_room', 'check_draft_pool', 'check_requests', 'check_layers', 'check_pair', 'corrected',
+           'check_drafts', 'check_reduction', 'check_overlap', 'check_links', 'check_sights', 'check_length',
+           'cpu_kernels', 'set_backends', 'Wish', 'shell_text', 'LaunchPlan', 'plan', 'plot_memory']
 
 # %% ../nbs/57_plan.ipynb #b23b7b7e
 import ast
@@ -86,6 +86,11 @@ def _positive(config: dict, name: str, what: str) -> int:
     return value
 
 
+def _optional(config: dict, name: str, what: str) -> int | None:
+    "A count out of a config that may leave it out."
+    return None if config.get(name) is None else _positive(config, name, what)
+
+
 def _vision(outer: dict) -> tuple | None:  # (layers, width), as SGLang reads them
     "The size of a vision model, for SGLang's rule; None where there is none."
     inner = outer.get("vision_config")
@@ -100,10 +105,10 @@ def _shape_of(config: dict, what: str) -> dict:
     if latent:
         head_dim = _positive(config, "qk_nope_head_dim", what) + config["qk_rope_head_dim"]
     else:
-        head_dim = config.get("head_dim") or values["hidden_size"] // heads
-    experts = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
+        head_dim = _optional(config, "head_dim", what) or max(1, values["hidden_size"] // heads)
+    experts = next(filter(None, (_optional(config, name, what) for name in ("n_routed_experts", "num_experts", "num_local_experts"))), None)
     return dict(num_layers=values["num_hidden_layers"], hidden_size=values["hidden_size"], intermediate_size=values["intermediate_size"],
-                num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads, head_dim=head_dim, vocab_size=values["vocab_size"],
+                num_heads=heads, num_kv_heads=_optional(config, "num_key_value_heads", what) or heads, head_dim=head_dim, vocab_size=values["vocab_size"],
                 max_positions=values["max_position_embeddings"], latent=latent or None, experts=experts)
 
 # %% ../nbs/57_plan.ipynb #66c416ed
@@ -122,7 +127,7 @@ def _sizes_of_config(outer: dict, weight_bytes: int | None, name: str) -> Sizes:
     names = outer.get("architectures")
     if not isinstance(names, list) or not names:
         raise ValueError(f"{name} has architectures {names!r}; expected a list with one name: it decides which rules apply; complete config.json")
-    if not isinstance(weight_bytes, int | float) or isinstance(weight_bytes, bool) or weight_bytes <= 0:
+    if not isinstance(weight_bytes, int | float) or isinstance(weight_bytes, bool) or not 0 < weight_bytes < 1e15:
         raise ValueError(f"weight_bytes is {weight_bytes!r}; expected the bytes of all weight files together, as a config does not tell them")
     shape = _shape_of(config, name)
     dtype = next(filter(None, (level.get(key) for level in (config, outer) for key in ("dtype", "torch_dtype"))), "bfloat16")
@@ -199,10 +204,12 @@ def draft(
     heads, hidden = _positive(config, "num_attention_heads", "the drafter"), _positive(config, "hidden_size", "the drafter")
     for name in ("intermediate_size", "vocab_size"):
         _positive(config, name, "the drafter")
+    for name in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_key_value_heads", "head_dim"):
+        _optional(config, name, "the drafter")
     latent = _positive(config, "kv_lora_rank", "the drafter") + _positive(config, "qk_rope_head_dim", "the drafter") if case.mla else None
     weights, embed, basis = _draft_sizes(layout, case)
-    return Draft(str(layout.folder), layout, config.get("num_hidden_layers") or 1, config.get("num_key_value_heads") or heads,
-                 config.get("head_dim") or hidden // heads, latent, weights, embed, basis)
+    depth, kv_heads, width = (_optional(config, name, "the drafter") for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    return Draft(str(layout.folder), layout, depth or 1, kv_heads or heads, width or max(1, hidden // heads), latent, weights, embed, basis)
 
 
 def cache_bytes(
@@ -219,7 +226,7 @@ CAPABILITIES = {  # name of a GPU -> compute capability, as in NVIDIA's table of
     "RTX PRO 6000": "12.0", "RTX PRO 5000": "12.0", "5090": "12.0", "5080": "12.0", "GB300": "10.3", "B300": "10.3", "GB200": "10.0",
     "B200": "10.0", "GH200": "9.0", "H200": "9.0", "H100": "9.0", "H800": "9.0", "H20": "9.0", "L40S": "8.9", "L40": "8.9", "L4": "8.9",
     "4090": "8.9", "RTX 6000 ADA": "8.9", "A100": "8.0", "A800": "8.0", "A40": "8.6", "A10": "8.6", "3090": "8.6"}
-_GPU_TEXT = re.compile(r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>.*?)\s*\b(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GB|GiB|MiB)\b(?P<rest>.*)", re.I)
+_GPU_TEXT = re.compile(r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>(?![\d.]+\s*[x×*])[a-z0-9].*?)[\s-]*\b(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GB|GiB|MiB)\b(?P<rest>.*)", re.I)
 
 
 @dataclass(frozen=True)
@@ -289,6 +296,8 @@ def machine(
         return _machine_of_text(gpus)
     wired = links() if gpus is None else None
     gpus = read_gpus() if gpus is None else gpus
+    if not isinstance(gpus, list | tuple) or any(not isinstance(gpu, Gpu) for gpu in gpus):
+        raise ValueError(f"gpus {gpus!r}; expected a text as in '8x H100 80GB', a list of machine.Gpu, or a Machine")
     if not gpus:
         raise ValueError("no GPU was found here; give them, as in gpus='8x H100 80GB', or plan with device='cpu'")
     return _machine_of_list(list(gpus), wired.kind if wired else "")
@@ -757,7 +766,7 @@ def remedies(
     found, heads = [], case.target.num_heads
     tp = next((ranks for ranks in range(case.tp + 1, 129) if heads % ranks == 0 and _fits(replace(case, tp=ranks))), None)
     if tp:
-        found.append(f"{tp} ranks instead of {case.tp}" + (f" (there are {case.machine.count} GPUs)" if tp > case.machine.count else ""))
+        found.append(f"{tp} ranks instead of {case.tp}" + (f" (GPUs here: {case.machine.count})" if tp > case.machine.count else ""))
     if cache_width(case) > 1 and _fits(replace(case, kv_dtype="fp8_e4m3")):
         found.append("an fp8 cache")
     context = next((size for size in (case.context // 2**power for power in range(1, 20)) if size >= 128 and _fits(replace(case, context=size))), None)
@@ -867,6 +876,13 @@ def check_layers(memory: Memory) -> Iterator[Finding]:
         yield replace(finding, fix=f"in the drafter's config.json: {json.dumps(fixed)}") if fixed else finding
 
 
+def check_pair(memory: Memory) -> Iterator[Finding]:
+    "`architecture`, `hidden-size`, `vocab-size` of the linter: is it a drafter, and this target's?"
+    if memory.case.drafter:
+        asked = _linted(memory.case)
+        yield from (finding for finding in [*lint.check_architecture(asked), *lint.check_sizes(asked)] if finding.severity == "error")
+
+
 def corrected(
     case: Case,
 ) -> dict | None:   # fields of config.json; None where the version cannot do it
@@ -939,7 +955,7 @@ def check_length(memory: Memory) -> Iterator[Finding]:
                       "them it drafts badly or the engine stops", fix="lower it, or widen the drafter: k2eagle.lint.fix")
 
 
-CHECKS = (check_room, check_draft_pool, check_requests, check_layers, check_drafts, check_reduction, check_overlap, check_links, check_sights, check_length)
+CHECKS = (check_room, check_pair, check_draft_pool, check_requests, check_layers, check_drafts, check_reduction, check_overlap, check_links, check_sights, check_length)
 
 # %% ../nbs/57_plan.ipynb #2b67a85f
 def _version(engine: str, version: str | None) -> tuple:  # (`Version` whose rules apply, findings)
@@ -1056,16 +1072,26 @@ def _on_cpu(case: Case) -> Case:
     return replace(case, pool_tokens=math.ceil(needed_tokens(case) * counted / GIB) * GIB // counted)
 
 # %% ../nbs/57_plan.ipynb #c35e7a5c
+def cpu_kernels(case: Case) -> dict:  # SGLang's argument -> value
+    "The attention kernels that a plan names on a CPU."
+    if not case.cpu or case.engine != "sglang":
+        return {}
+    if case.target.latent or case.drafter:
+        return {f"{phase}_attention_backend": "intel_amx" for phase in ("prefill", "decode")}
+    return {"attention_backend": "torch_native"}
+
+
 def _choices(case: Case, role: str) -> dict:  # phase -> Choice; empty where there is nothing to choose
     "What the engine takes in prefill and decode, for the target or the drafter."
-    if case.cpu or (role == "draft" and not case.drafter):
+    if role == "draft" and not case.drafter:
         return {}
     names = case.drafter.layout.config.get("architectures") if role == "draft" else [case.target.arch]
     model = case.drafter if role == "draft" else case.target
     facts = dict(target=case.target.arch, mla=model.latent is not None, speculative=case.drafter is not None, topk=case.topk if case.drafter else None,
                  page_size=case.page, fp8_kv=cache_width(case) == 1, attention_backend=case.backend, draft_attention_backend=case.draft_backend)
+    facts |= cpu_kernels(case)
     arch = str((names or ["LlamaForCausalLMEagle3"])[0])
-    return {phase: attention_backend(case.engine, str(case.version), arch, case.machine.capability, role=role, phase=phase, **facts)
+    return {phase: attention_backend(case.engine, str(case.version), arch, case.machine.capability or "cpu", role=role, phase=phase, **facts)
             for phase in ("prefill", "decode")}
 
 # %% ../nbs/57_plan.ipynb #853da416
@@ -1087,14 +1113,17 @@ def _judge(case: Case, role: str) -> tuple:  # (settings to change, findings)
         return {}, [Finding(f"{role}-backend-unknown", "note", role, "which attention kernels the engine takes here is not known", str(error),
                             "read its own line on the attention backend in the log")]
     wrong = [(phase, choice) for phase, choice in choices.items() if not choice.works]
-    slow = sorted({f"{choice.name}: {choice.why}" for choice in choices.values() if choice.works and choice.slow})
+    slow = [] if case.cpu else sorted({f"{choice.name}: {choice.why}" for choice in choices.values() if choice.works and choice.slow})
     change = next(filter(None, (_replacement(case, choice.set_instead) for _, choice in wrong)), {})
-    found = [Finding(f"{role}-backend", "warning" if change else "error", f"{role}, {phase}", f"{case.engine} {case.version} takes {choice.name} on "
-                     f"{case.machine.capability}: {choice.why}", f"{choice.source} ({choice.status})",
-                     f"this plan sets {next(iter(change.values()))}" if change else choice.set_instead) for phase, choice in wrong]
+    where, found = case.machine.capability or "a CPU", []
+    for said in dict.fromkeys((choice.name, choice.why, choice.set_instead) for _, choice in wrong):  # prefill and decode often fail alike
+        phases = [(phase, choice) for phase, choice in wrong if (choice.name, choice.why, choice.set_instead) == said]
+        found.append(Finding(f"{role}-backend", "warning" if change else "error", f"{role}, {' and '.join(phase for phase, _ in phases)}",
+                             f"{case.engine} {case.version} takes {said[0]} on {where}: {said[1]}", f"{phases[0][1].source} ({phases[0][1].status})",
+                             f"this plan sets {next(iter(change.values()))}" if change else said[2]))
     return change, found + [Finding(f"{role}-backend-slow", "note", role, said, "", "compare with another backend") for said in slow if not wrong]
 
-
+# %% ../nbs/57_plan.ipynb #65b2d40f
 def set_backends(
     case: Case,
 ) -> tuple:   # (case with kernels set where needed, findings)
@@ -1160,10 +1189,9 @@ def _sglang_cpu_wishes(case: Case) -> list:
               Wish("max_total_tokens", case.pool_tokens, "the cache; else it is sized by the whole memory of the machine"),
               Wish("disable_cuda_graph", True, "there are none on a CPU"), Wish("disable_overlap_schedule", True, "nothing to overlap with"),
               Wish("skip_server_warmup", True, "the first request is the test")]
-    if case.target.latent or case.drafter:
-        return wishes + [Wish(f"{phase}_attention_backend", "intel_amx", "given by phase: the joint argument is replaced by torch_native, which "
-                              "has neither latent attention nor trees") for phase in ("prefill", "decode")]
-    return wishes + [Wish("attention_backend", "torch_native", "needs no compiled kernels")]
+    why = {"intel_amx": "given by phase: the joint argument is replaced by torch_native, which has neither latent attention nor drafts",
+           "torch_native": "needs no compiled kernels"}
+    return wishes + [Wish(name, value, why[value]) for name, value in cpu_kernels(case).items()]
 
 # %% ../nbs/57_plan.ipynb #db6202f5
 def _sglang_wishes(memory: Memory) -> list:
@@ -1391,7 +1419,7 @@ def plan(
 ) -> LaunchPlan:
     "Plan a server: command, environment, reasons, memory and what to mind."
     known, found = _version(engine, version)
-    assumed, settings, arguments = _check_request(engine, purpose, settings, arguments or {}, assumed or {})
+    assumed, settings, arguments = _check_request(engine, purpose, port, settings, arguments or {}, assumed or {})
     sized, head, where = sizes(target, weight_bytes), draft(drafter) if drafter is not None else None, machine(gpus, device)
     own, left = _own_settings(engine, arguments)
     keep = _boundaries(sized, head, boundaries) if purpose == "capture" else ()
@@ -1410,8 +1438,10 @@ def plan(
     return _planned(case, extra, [*found, *more, *unchecked], chosen, addresses, python)
 
 # %% ../nbs/57_plan.ipynb #6ae56d47
-def _check_request(engine: str, purpose: str, settings: dict, arguments: dict, assumed: dict) -> tuple:  # (assumed, settings, arguments)
+def _check_request(engine: str, purpose: str, port, settings: dict, arguments: dict, assumed: dict) -> tuple:  # (assumed, settings, arguments)
     "Refuse names that mean nothing."
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536):
+        raise ValueError(f"port {port!r}; expected a whole number from 1 to 65535")
     if purpose not in PURPOSES:
         raise ValueError(f"purpose {purpose!r}; expected one of {', '.join(PURPOSES)}")
     allowed = [*NAMES["sglang"], "graph_batch"]

@@ -537,6 +537,9 @@ def _ask(interpreter: Path, code: str, *arguments: str, environment: dict, scrat
     return _answer(done.stdout, done.stderr)
 
 # %% ../nbs/56_preflight.ipynb #1ed78e90
+_RANKS = ("tp", "tp_size", "tensor_parallel_size")  # names of the number of ranks
+
+
 @dataclass(frozen=True)
 class Case:
     "What a preflight is about, and what was seen of it."
@@ -563,7 +566,7 @@ class Case:
         "The GPUs that the server will use: those it may see, as many as its ranks."
         shown = [name.strip() for name in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         seen = [gpu for gpu in self.gpus if str(gpu.index) in shown] if shown and all(name.isdigit() for name in shown) else list(self.gpus)
-        ranks = next((self.launch[name] for name in ("tp", "tp_size", "tensor_parallel_size") if (self.launch or {}).get(name)), None)
+        ranks = next((self.launch[name] for name in _RANKS if (self.launch or {}).get(name)), None)
         return tuple(seen[:ranks])
 
     @property
@@ -890,7 +893,7 @@ def _owner(port: int) -> str:
 
 def check_port(case: Case) -> list:
     "Can the server listen on its port?"
-    port = case.port or _PORTS[case.engine]
+    port = _PORTS[case.engine] if case.port is None else case.port
     if not 0 < port < 65536:
         return [Finding("port-number", "error", f"port {port}", "this is no port number; expected 1 to 65535", fix="choose another")]
     try:
@@ -1078,6 +1081,8 @@ def _case(engine, target, drafter, python, port, gpus, environment, launch, scra
     found, seen, links, facts = [], {}, None, None
     try:
         interpreter = Path(python) if python else engines.python(engine)
+        if not shutil.which(interpreter):
+            raise FileNotFoundError(f"{portable(str(interpreter))} is no program")
         names = json.dumps([engines.RECIPES[engine].published, [engine, *_KERNEL_PACKAGES, "torch"]])
         seen = _ask(interpreter, _ASK, names, environment=environment, scratch=scratch)
         if not seen["version"] or engine not in seen["folders"]:
@@ -1102,6 +1107,17 @@ def _case(engine, target, drafter, python, port, gpus, environment, launch, scra
     return Case(engine, interpreter, environment, scratch, seen, facts, name, folder, port, tuple(chosen), links, launch), found
 
 # %% ../nbs/56_preflight.ipynb #c563a1d1
+def _check_asked(port, gpus, launch):
+    "Refuse what no launch can mean."
+    whole = lambda value: isinstance(value, int) and not isinstance(value, bool)
+    if port is not None and not whole(port):
+        raise ValueError(f"port {port!r}; expected a whole number from 1 to 65535")
+    if gpus is not None and (isinstance(gpus, str) or not all(isinstance(gpu, machine.Gpu) for gpu in gpus)):
+        raise ValueError(f"gpus {gpus!r}; expected a list of machine.Gpu, or None for those that are here")
+    if odd := [name for name in _RANKS if (launch or {}).get(name) is not None and not (whole(launch[name]) and launch[name] > 0)]:
+        raise ValueError(f"{odd[0]} is {launch[odd[0]]!r}; expected a whole number of ranks")
+
+# %% ../nbs/56_preflight.ipynb #5f40b09a
 def preflight(
     engine: str,                  # 'sglang' | 'vllm'
     target=None,                  # a checkpoint's folder, "default", `TargetFacts`, or a name on the hub; None: not judged
@@ -1116,6 +1132,7 @@ def preflight(
 ) -> Preflight:                   # findings, worst first; `.ready`, `.checks`, `.patch`
     "Say what will go wrong at a launch, without starting or changing anything."
     engines.RECIPES.get(engine) or engines.python(engine)  # refuses an unknown engine in its own words
+    _check_asked(port, gpus, launch)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="preflight-") as scratch:
         case, found = _case(engine, target, drafter, python, port, gpus, dict(os.environ if environment is None else environment), launch, Path(scratch))

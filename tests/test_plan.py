@@ -1,6 +1,6 @@
 """Launch plans: against the parsers of many versions, against SGLang's own sum, and against servers that were started by them.
 
-Run: pytest tests/test_plan.py (about 4 minutes on two quiet cores; the first four tests need seconds)
+Run: pytest tests/test_plan.py (two servers are started; K2EAGLE_EXHAUSTIVE=1 starts two more)
 `python tests/test_plan.py WHEEL...` records the arguments of unpacked or packed packages in fixtures/arguments.json.
 """
 import ast
@@ -245,7 +245,7 @@ def started(made, port, log):
         process.wait()
 
 
-@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
+@pytest.mark.parametrize("drafting", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "drafting"])
 @pytest.mark.parametrize("engine, tokens", [("vllm", r"KV cache size: ([\d,]+) tokens"), ("sglang", r"max_total_num_tokens=(\d+)")])
 def test_a_plan_starts_and_its_cache_is_as_large_as_planned(engine, tokens, drafting, drafter, engine_python, tmp_path):
     port = free_port()
