@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from .dialects import count_histogram
+from .files import searched
 from .findings import Finding, Findings
 
 # %% ../nbs/38_counters.ipynb #15d6ff6b
@@ -385,10 +386,10 @@ def _check_before(source, before):
         raise ValueError(f"the source is {kinds[0]}, `before` is {kinds[1]}; expected two scrapes of the same server")
 
 # %% ../nbs/38_counters.ipynb #eb431e28
-def _is_file(source) -> bool:
-    "Is there such a file? A name that is too long is none."
+def _exists(source) -> bool:
+    "Is there such a path? A name that is too long is none."
     try:
-        return Path(source).is_file()
+        return Path(source).exists()
     except OSError:
         return False
 
@@ -402,8 +403,10 @@ def _loaded(source):
     if not isinstance(source, Path) and not source.strip():
         raise ValueError(f"{type(source).__name__} of {len(source)} characters with nothing in it; give a path, the text of a metrics page, or JSON")
     if isinstance(source, Path) or isinstance(source, str) and "\n" not in source and not re.match(r"\s*[\[{#]|\s*(vllm|sglang):|data:", source):
-        if not _is_file(source):
-            raise FileNotFoundError(f"{str(source)!r}: no such file; give a path, the text of a metrics page, or JSON")
+        if not _exists(source):
+            raise FileNotFoundError(f"{str(source)!r}: no such file{searched(source)}; give a path, the text of a metrics page, or JSON")
+        if Path(source).is_dir():
+            raise ValueError(f"{source} is a folder; give one file")
         source = Path(source).read_bytes()
     if isinstance(source, bytes):
         try:

@@ -29,7 +29,7 @@ import numpy as np
 from packaging.version import InvalidVersion, Version
 
 from . import layers, targets
-from .files import portable, read_json, sync_folder, write_json
+from .files import portable, read_json, searched, sync_folder, write_json
 from .findings import Finding, Findings
 
 # %% ../nbs/31_lint.ipynb #371d4dee
@@ -269,7 +269,7 @@ def read_layout(
     "Read a drafter's config and the tables of its weight files."
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{portable(folder)} is not there; expected a drafter's folder with config.json and model.safetensors")
+        raise FileNotFoundError(f"{portable(folder)} is not there{searched(folder)}; expected a drafter's folder with config.json and model.safetensors")
     (raw, found), (files, more), tensors = _config(folder), _files(folder), {}
     found = found + more
     for file in files:
@@ -1069,7 +1069,7 @@ def read_launch(
         if kind and value is not None:
             read[name] = kind(value)
             if read[name] is None:
-                raise ValueError(f"launch has {name} = {str(value)[:80]!r}; expected {wanted}")
+                raise ValueError(f"launch has {name} = {value!r:.80}; expected {wanted}")
     return read
 
 # %% ../nbs/31_lint.ipynb #e3723c96

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from .files import searched
 from .findings import Finding, Findings
 
 # %% ../nbs/37_logs.ipynb #eaa8ef90
@@ -924,7 +925,7 @@ def _open(source):
         raise ValueError(f"text of {len(source)} characters, {source[:40]!r} …, is JSON without a line of a log; "
                          "counters.read_counters reads answers, server info and results")
     if not _exists(path):
-        raise FileNotFoundError(f"{source!r}: no such file, and no line of a log either; give a path or the text of a log")
+        raise FileNotFoundError(f"{str(source)!r}: no such file{searched(path)}, and no line of a log either; give a path or the text of a log")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give one log file")
     with path.open("rb") as file:

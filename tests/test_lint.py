@@ -114,7 +114,7 @@ def test_what_is_no_launch_and_no_engine_is_refused(clean, tmp_path):
         lint(folder, LLAMA, engines=["sglang==x"])
     with pytest.raises(ValueError, match="engines is empty"):
         lint(folder, LLAMA, engines=())
-    with pytest.raises(ValueError, match="env = '3'; expected a dict"):
+    with pytest.raises(ValueError, match="env = 3; expected a dict"):
         lint(folder, LLAMA, launch={"env": 3})
     assert codes(lint(folder, LLAMA, engines=["vllm==0.32.0+cpu"]), "error", "warning", "note") == set()
 

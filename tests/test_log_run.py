@@ -51,3 +51,15 @@ def test_what_is_neither_log_nor_counters_is_refused_with_both_reasons(tmp_path)
     (tmp_path / "notes.txt").write_text("nothing about drafts here\n")
     with pytest.raises(RuntimeError, match="as a log, .*as counters, "):
         runs.run("log", out=tmp_path / "out", source=str(tmp_path / "notes.txt"))
+
+
+def test_lengths_that_no_run_can_have_are_no_idle_server(tmp_path):
+    (tmp_path / "server.log").write_text(SGLANG_058.replace("accept len: 1.00", "accept len: 0.40"))
+    runs.run("log", out=tmp_path / "out", source=str(tmp_path / "server.log"))
+    (said,) = runs.read_results(tmp_path / "out")["report"]["verdict"]
+    assert said.startswith("no acceptance: 5 lines have an accept length")
+
+
+def test_a_path_that_is_not_there_says_where_paths_start(tmp_path):
+    with pytest.raises(RuntimeError, match=r"'not/there.log': no such file in .*, where relative paths start"):
+        runs.run("log", out=tmp_path / "out", source="not/there.log")
