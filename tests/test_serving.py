@@ -44,13 +44,14 @@ def served(trained, engine_python, tmp_path_factory):
     return once
 
 
-def walked_alike(served: serving.Served, simulated: accept.Acceptance, measured) -> int:
-    "Compare the counts of requests that the engine answered with the very text of the store; return how many."
+def walked_alike(served: serving.Served, simulated: accept.Acceptance, measured) -> tuple:
+    "Of the requests that the engine answered with the very text of the store: how many, and how many of them count as simulated."
     said = {document.id: document.tokens[document.loss_mask].tolist() for document in (measured[index] for index in range(len(measured)))}
     rows = [(row, other) for row, other in zip(served.frame.itertuples(), simulated.frame.itertuples()) if said[row.id] == served.answers[row.id]]
-    for row, other in rows:  # the engine's last steps may reach past the answer; the walk leaves them out
-        assert row.id == other.id and 0 <= row.drafts - other.drafts <= 3 and 0 <= row.accepted - other.accepted <= 6, (row, other)
-    return len(rows)
+    assert all(row.id == other.id for row, other in rows)
+    # the engine's last steps may reach past the answer; the walk leaves them out
+    right = [0 <= row.drafts - other.drafts <= 3 and 0 <= row.accepted - other.accepted <= 6 for row, other in rows]
+    return len(rows), sum(right)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -69,7 +70,8 @@ def test_served_is_simulated_and_the_text_is_the_target_s(engine, trained, serve
     assert len(same) >= PROMPTS - 1, "one stream in float32: speculation must not change the text"
 
     simulated = accept.simulate(drafter, measured)
-    assert walked_alike(served, simulated, measured) >= PROMPTS - 1
+    compared, right = walked_alike(served, simulated, measured)
+    assert right == compared >= PROMPTS - 1
     assert accept.compare_served(simulated, accept.of_served(served))[0].severity == "note"
     with pytest.raises(ValueError, match="drafted nothing"):
         accept.of_served(plain)
@@ -80,10 +82,13 @@ def test_tree_in_sglang_is_simulated_and_keeps_more_than_a_chain(trained, engine
     options = dict(max_new_tokens=TOKENS, dtype="float32", engine_options={"device": "cpu", "batch_documents": 4})
     tree = serving.serve("sglang", text.prompts(PROMPTS, "heldout"), tmp_path, drafter=trained[1], topk=4, num_draft_tokens=8, **options)
     assert tree.frame.drafted.sum() == 7 * tree.frame.drafts.sum()  # nodes of the tree, its root left out
-    simulated = accept.simulate(trained[0], trained[2], topk=4, num_draft_tokens=8)
-    assert walked_alike(tree, simulated, trained[2]) >= PROMPTS - 2
+    simulated, chain = (accept.simulate(trained[0], trained[2], **way) for way in (dict(topk=4, num_draft_tokens=8), {}))
+    compared, right = walked_alike(tree, simulated, trained[2])
+    assert right == compared >= PROMPTS - 2
+    # on one prompt a chain keeps no draft in 29 steps, the tree 5 in 24: the tolerance must not take one for the other
+    assert walked_alike(tree, chain, trained[2])[1] < right
     assert accept.compare_served(simulated, accept.of_served(tree))[0].severity == "note"
-    assert accept.of_served(tree).accept_len > accept.simulate(trained[0], trained[2]).accept_len
+    assert accept.of_served(tree).accept_len > chain.accept_len + 0.05
 
 
 @pytest.mark.parametrize(("given", "message"), [
