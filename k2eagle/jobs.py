@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODES', 'DEVICES', 'FORMAT', 'TASKS', 'EngineOptions', 'engine_options', 'Document', 'Speculation', 'job',
-           'EngineError', 'listen', 'check_captured', 'read_document', 'Worker', 'at_work']
+           'EngineError', 'spawn', 'end', 'listen', 'check_captured', 'read_document', 'Worker', 'at_work']
 
 # %% ../nbs/22_jobs.ipynb #902ef9b2
 import ctypes
@@ -139,16 +139,24 @@ def _end_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _spawn(command: list, log: Path, around: dict) -> subprocess.Popen:
-    "Start an engine's process, its words in a log."
+def spawn(
+    command: list,         # words, the program first
+    log: Path,             # what it says is added here
+    around: dict,          # variables over those of this process
+    outlive: bool = False,  # may it go on when this process ends?
+) -> subprocess.Popen:     # leader of a group of its own
+    "Start a process, its words in a log."
     with open(log, "ab") as words:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT,
-                                env={**os.environ, **around}, start_new_session=True, preexec_fn=_end_with_parent)
+                                env={**os.environ, **around}, start_new_session=True, preexec_fn=None if outlive else _end_with_parent)
 
-
-def _end(process: subprocess.Popen):
+# %% ../nbs/22_jobs.ipynb #64f3036f
+def end(
+    process: subprocess.Popen,  # as `spawn` gave it
+    patience_s: float = 10,     # to end by itself
+):
     "End a process and all that it started."
-    for signal_number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+    for signal_number, patience in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, signal_number)
             process.wait(patience)
@@ -297,9 +305,9 @@ def at_work(
     file = write_json(folder / "job.json", {**job, "device": device, "documents": str(documents.absolute()),
                                             "out": str(folder.absolute())})
     script = engines.package_folder() / "workers" / f"{engine}_worker.py"
-    process = _spawn([interpreter, script, file.absolute()], log, engines.surroundings(engine, device))
+    process = spawn([interpreter, script, file.absolute()], log, engines.surroundings(engine, device))
     try:
         yield Worker(engine, folder, log, process, patience_s)
     finally:
-        _end(process)
+        end(process)
         shutil.rmtree(folder, ignore_errors=True)

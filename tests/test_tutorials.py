@@ -62,6 +62,16 @@ def check_twenty_five_percent(cells: list, parameters: dict):
     assert abs(said["by the log"] - said["served"]["sglang"]) < 0.05
 
 
+def check_phantom_hang(cells: list, parameters: dict):
+    "A rule of silence kills the healthy servers; the watch calls none of them hung, and finds the stuck ones within a minute."
+    said = claims(cells)
+    assert len(said["ready"]) == 2 * len(parameters.get("engines", ("sglang", "vllm")))
+    assert all(said["killed by the rule"].values())
+    for name, hung in said["called hung"].items():
+        assert hung == ("frozen" in name) != said["ready"][name]
+    assert said["stuck for (s)"] and max(said["stuck for (s)"].values()) < 60
+
+
 class Tutorial(NamedTuple):
     "How a tutorial is run small, and what must hold then."
     parameters: dict        # settings of its `parameters` cell
@@ -76,6 +86,7 @@ TUTORIALS = {
     "twenty_five_percent": Tutorial(dict(train_prompts=24, heldout_prompts=8, answer_tokens=32, steps=40, batch_tokens=512,
                                          draft_vocab_size=1024, served_prompts=8, repaired_in=["sglang"], log_steps=4),
                                     ("sglang",), check_twenty_five_percent),
+    "phantom_hang": Tutorial(dict(engines=["vllm"], rule_s=30), (), check_phantom_hang),
 }
 each_tutorial = pytest.mark.parametrize("name", TUTORIALS)
 

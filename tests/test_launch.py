@@ -1,0 +1,78 @@
+"""Launches through the run notebook: both real engines on this CPU, a drafter that breaks the start, a plan for a machine that is not here.
+
+Run: pytest tests/test_launch.py (about 3 minutes on two quiet cores)
+"""
+import os
+import signal
+import time
+import urllib.request
+
+import pytest
+from engine_server import free_port
+from record_startups import unknown_architecture
+
+from k2eagle import runs
+from k2eagle.plan import plan
+from k2eagle.watch import probe
+
+
+def launched(folder, **parameters) -> dict:
+    "Results of the run notebook."
+    runs.run("launch", out=folder / "out", **parameters)
+    return runs.read_results(folder / "out")
+
+
+def test_a_server_that_is_kept_answers_and_dies_with_its_group(engine_python, tmp_path):
+    engine_python("sglang")
+    port = free_port()
+    results = launched(tmp_path, engine="sglang", port=port)
+    report = results["report"]
+    group = None
+    try:
+        assert report["state"] == "ready" and report["running"] and report["url"].endswith(str(port)), report
+        assert probe(report["url"])[0] is None  # the run and its kernel are over, the server is not
+        group = next(int(entry) for entry in os.listdir("/proc") if entry.isdigit() and str(port) in command_of(entry) and os.getpgid(int(entry)) == int(entry))
+        assert list(results["stages"].stage)[-1] in ("warm-up", "ready") and results["reasons"].why.notna().all()
+        with pytest.raises(RuntimeError, match="nothing was started"):
+            launched(tmp_path / "again", engine="sglang", port=port, anyway=True)
+    finally:
+        if group:
+            os.killpg(group, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while probe(report["url"], 2)[0] is None:
+        assert time.monotonic() < until
+
+
+def command_of(pid: str) -> str:
+    "Command line of a process, empty where it is gone."
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_a_broken_drafter_is_named_before_and_after_the_start(engine_python, tmp_path):
+    engine_python("vllm")
+    unknown_architecture(tmp_path / "drafter")
+    port, drafter = free_port(), str(tmp_path / "drafter")
+    report = launched(tmp_path / "refused", engine="vllm", port=port, drafter=drafter, keep_running=False)["report"]
+    assert report["state"] == "not started" and report["errors"], report
+    report = launched(tmp_path / "anyway", engine="vllm", port=port, drafter=drafter, keep_running=False, anyway=True)["report"]
+    assert (report["state"], report["causes"][0], report["running"]) == ("failed", "drafter-architecture-unknown", False), report
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+
+
+def test_a_plan_for_another_machine_needs_no_engine(tmp_path):
+    results = launched(tmp_path, engine="vllm", gpus="8x H100 80GB sm90 nvlink", dry_run=True, settings={"tp": 1})
+    assert results["report"]["verdict"] == f"vllm {plan('default', 'vllm', gpus='1x H100 80GB').version} was not started: dry run"
+    assert "--tensor-parallel-size" not in results["plan"]["command"] or "--tensor-parallel-size 1" in results["plan"]["command"]
+
+
+@pytest.mark.parametrize(("parameters", "said"), [
+    ({"purpose": "speed"}, "one of latency, throughput, capture"),
+    ({"port": 70000}, "port"), ({"patience_s": 0}, "patience_s"), ({"settings": {"tpp": 2}, "dry_run": True, "device": "cpu"}, "'tpp' is not known")])
+def test_what_makes_no_sense_is_refused(parameters, said, tmp_path):
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        launched(tmp_path, **parameters)
