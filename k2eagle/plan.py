@@ -410,9 +410,9 @@ def argument(
     return None
 
 
-def argument_table() -> pd.DataFrame:  # engine, name, since, last, meaning
+def argument_table() -> pd.DataFrame:  # engine, name, since, last ("": the newest known has it), meaning
     "Return the table of arguments."
-    return pd.DataFrame(ARGUMENTS)
+    return pd.DataFrame(ARGUMENTS).fillna("")
 
 # %% ../nbs/57_plan.ipynb #de87e395
 _PARSERS = {"sglang": ("srt/server_args.py", "srt/arg_groups/fields/*.py"), "vllm": ("engine/arg_utils.py", "entrypoints/**/cli_args.py")}

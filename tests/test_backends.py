@@ -1,6 +1,6 @@
 """The attention-backend tables against the engines' own source, and against themselves.
 
-Run: pytest tests/test_backends.py (about a minute; reads the installed engines' files, starts nothing)
+Run: pytest tests/test_backends.py (half a minute; reads the installed engines' files, starts nothing)
 """
 import itertools
 import re
@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from k2eagle import backends
 from k2eagle.backends import CAPABILITIES, READ, attention_backend, backend_table, check_installed, limits
+from published import published
 
 KIMI, DEEPSEEK, LLAMA = "KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM", "LlamaForCausalLM"
 MHA_DRAFTER, MLA_DRAFTER = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
@@ -48,6 +48,16 @@ def changed(folders, tmp_path, engine: str, file: str, old: str, new: str) -> tu
 @BOTH
 def test_tables_say_what_the_installed_engine_says(engine):
     assert check_installed(engine) == [], str(check_installed(engine))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version, comparisons", [("0.5.9", 5), ("0.5.12", 37), ("0.5.14", 37), ("0.5.18", 45)])
+def test_tables_say_what_published_versions_say(version, comparisons, tmp_path, monkeypatch):
+    "What the newest version keeps where older ones had it is compared there, too; the rest is said to be unread."
+    asked, compare = [], backends._differs
+    monkeypatch.setattr(backends, "_differs", lambda *given: asked.append(given) or compare(*given))
+    found = check_installed("sglang", published(f"sglang=={version}", r"sglang/srt/.*\.py", tmp_path) / "sglang", version)
+    assert len(asked) == comparisons and {one.code for one in found} <= {"backend-source-unread"}, str(found)
 
 
 @BOTH

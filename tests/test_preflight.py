@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nbdev.test import test_nb as run_nb  # under its own name pytest would collect it
-
 from k2eagle import checkpoint, drafter, engines, machine, preflight, targets
+from nbdev.test import test_nb as run_nb  # under its own name pytest would collect it
+from published import published
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 KIMI = "KimiK25ForConditionalGeneration"
@@ -28,18 +27,6 @@ SGLANG = ("set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_h
 
 def packages(engine_python, engine):
     return next(engine_python(engine).parent.parent.glob("lib/python*/site-packages"))
-
-
-def published(requirement, member, folder):
-    "Unpack part of a published package; without an index the test is skipped."
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", "--only-binary=:all:", requirement, "-d", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        pytest.skip(f"needs {requirement} from a package index")
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(folder / "site", [name for name in opened.namelist() if re.match(member, name)])
-    return folder / "site"
 
 
 def applied(patch, site):
