@@ -224,7 +224,7 @@ def _short(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 # %% ../nbs/53_watch.ipynb #ba288028
-_COLOURS = {"starting": "#0072B2", "ready": "#005C43", "hung": "#B35900", "failed": "#9C2259", "unknown": "#7F7F7F"}
+_COLOURS = {"starting": "#0072B2", "ready": "#008A64", "hung": "#B35900", "failed": "#C4417F", "unknown": "#7F7F7F"}  # seen on white and on black
 _MARKS = {"starting": "▶", "ready": "✔", "hung": "▲", "failed": "✖", "unknown": "?"}
 
 
@@ -289,9 +289,9 @@ class Watcher:
         self.last_line = self.last_strong = self.last_any = _tick(self, now)
         if self.start.stage == "ready" and self.start.end is None and not self.reader.wide:
             seam = self.reader.rest[-64:] + data[:64]  # a word may be cut by where the bytes were
-            if not any(mark in data or mark in seam for mark in _AFTER_READY):
-                _skip(self, data)
-                return
+            marked = any(mark in data or mark in seam for mark in _AFTER_READY)
+            (_sift if marked else _skip)(self, data)
+            return
         for line in self.reader.feed(data):
             self.take(line)
 
@@ -325,6 +325,26 @@ def _skip(watcher: Watcher, data: bytes):
         watcher.take(line)
 
 
+def _sift(watcher: Watcher, data: bytes):
+    "Read those lines of a server that is ready which may end it; requests that are logged may quote such words, too."
+    reader, near, at = watcher.reader, 0, 0
+    data, reader.rest = reader.rest + data, b""
+    hits = deque(sorted(hit.start() for mark in _AFTER_READY for hit in re.finditer(re.escape(mark), data)))
+    *rows, rest = data.split(b"\n")
+    for place, row in enumerate(rows, 1):
+        at, marked = at + len(row) + 1, False
+        while hits and hits[0] < at:
+            marked = hits.popleft() >= 0
+        near = 300 if marked and b"Traceback (" in row else max(near - 1, marked)  # lines that belong to it
+        if near or place == len(rows) or watcher.start.stage != "ready" or watcher.start.end:
+            for line in reader.feed(row + b"\n"):
+                watcher.take(line)
+        else:
+            reader.number, reader.skipping = reader.number + 1, False
+    for line in reader.feed(rest):
+        watcher.take(line)
+
+# %% ../nbs/53_watch.ipynb #d304bd57
 def _note_crash(crash: _Crash, line: startlog.Line, seen: list):
     "Note a traceback that stands at the end: the main process writes it without a header."
     text = line.text
@@ -792,14 +812,20 @@ def plot_stages(
     colours = [LOOKS["vllm"][0], LOOKS["sglang"][0], *(look[0] for look in SPARE_LOOKS)]
     labels = []
     for (name, frame), colour in zip(frames.items(), colours * 4):
+        colour = LOOKS[name][0] if name in LOOKS else colour
         for row in frame.itertuples():
-            ax.barh(len(labels), row.seconds, left=row.began_s, color=colour, height=0.7)
-            ax.annotate(f" {_short(row.seconds) if row.seconds >= 1 else '< 1 s'}", (row.began_s + row.seconds, len(labels)), va="center", fontsize=10)
+            ready = row.stage == "ready"  # it has no end
+            if ready:
+                ax.plot(row.began_s, len(labels), "D", color=colour)
+            else:
+                ax.barh(len(labels), row.seconds, left=row.began_s, color=colour, height=0.7)
+            said = f"after {_short(row.began_s)}" if ready else _short(row.seconds) if row.seconds >= 1 else "< 1 s"
+            ax.annotate(said, (row.began_s + row.seconds * (not ready), len(labels)), (8, 0), textcoords="offset points", va="center", fontsize=10)
             labels.append(f"{name}: {row.stage}" if name else row.stage)
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
-    ax.margins(x=0.12)
-    ax.set(xlabel="since the first line with a time (s)", title="Stages of a start", xlim=(0, None))
+    end = max(row.began_s + row.seconds * (row.stage != "ready") for frame in frames.values() for row in frame.itertuples())
+    ax.set(xlabel="since the first line with a time (s)", title="Stages of a start", xlim=(0, 1.15 * max(end, 1)))
     return caption(ax, "Times are the log's own, to a second; a stage may be gone through twice, with a drafter.")
 
 # %% ../nbs/53_watch.ipynb #bd6af3b2

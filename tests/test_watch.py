@@ -3,7 +3,6 @@ import gzip
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -411,21 +410,38 @@ def test_children_count_as_the_server():
         child.wait()
 
 
-def test_following_costs_little(tmp_path):
+QUOTED = b"[2026-11-29 00:02:00] Receive: obj=GenerateReqInput(text='Who died, and why was the worker Killed?')\n"
+
+
+@pytest.mark.parametrize("quoted", [b"", QUOTED], ids=["quiet", "quoting"])
+def test_following_costs_little(quoted, tmp_path):
     path, line = tmp_path / "server.log", b"[2026-11-29 00:02:00 TP0] Decode batch. #running-req: 1, #token: 110, accept len: 2.85, gen throughput (token/s): 81.12\n"
-    path.write_bytes(sglang("0.5.12").text.encode() + line * (40_000_000 // len(line)))
+    path.write_bytes(sglang("0.5.12").text.encode() + line * (20_000_000 // len(line)))
     following = watch.watch(path, pid=os.getpid(), follow=True, every_s=0.0, until=())
     next(following)
+    spent, rounds = 0.0, 100
     with open(path, "ab") as file:
-        used, rounds = resource.getrusage(resource.RUSAGE_SELF), 100
-        for _ in range(rounds):  # each stands for two seconds in which 4000 requests are logged
-            file.write(line * 4000)
+        for _ in range(rounds):  # each stands for two seconds in which 4000 lines are logged
+            file.write((line * 100 + quoted) * 40)
             file.flush()
+            begun = time.process_time()
             assert next(following).state == "ready"
-        after = resource.getrusage(resource.RUSAGE_SELF)
-    spent = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+            spent += time.process_time() - begun
     assert spent / (rounds * 2.0) <= 0.02, f"{spent:.2f} s of processor time for {rounds * 2} s"
     following.close()
+
+
+def test_what_is_quoted_ends_no_server_and_what_follows_it_does():
+    text = sglang("0.5.12").text.encode()
+    crash = b"[2026-11-29 00:02:01 TP0] Scheduler hit an exception: Traceback (most recent call last):\n  File \"a.py\", line 1\nRuntimeError: x\n"
+    restart = sglang("0.5.23").text.encode()
+    for end, state in ((b"", "ready"), (crash, "failed"), (restart[:3000], "starting")):
+        for most in (1, 7, 90, 10_000):  # bytes at a time
+            watcher, data = Watcher(), text + QUOTED * 3 + end
+            for at in range(0, len(data), most):
+                watcher.feed(data[at:at + most], 1)
+            found = status(watcher)
+            assert (found.state, watcher.reader.number) == (state, data.count(b"\n")), (found, most)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
