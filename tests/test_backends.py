@@ -173,7 +173,7 @@ def test_following_the_advice_ends_in_something_that_runs():
         facts, choice = {"topk": question[-1]}, asked(*question)
         for _ in range(3):
             said = re.findall(r"--([a-z-]+) (\w+)", choice.set_instead.split(", or")[0])
-            options = {OPTIONS[name]: value for name, value in said if name in OPTIONS}
+            options = {OPTIONS[name]: None if value == "out" else value for name, value in said if name in OPTIONS}  # "leave … out"
             if not options or choice.verdict == "works":
                 break
             topk = int(options.pop("topk", 0)) or (1 if "with topk 1" in choice.set_instead else facts["topk"])
@@ -189,8 +189,10 @@ def reachable(fault):
     forced = [{}] + [{option: name} for name in fault.names[:3] for option in ("attention_backend", "draft_attention_backend")]
     split = [{"prefill_attention_backend": "triton", "decode_attention_backend": "flashinfer"}, {"fp8_kv": True}, {"cuda": "12.6"},
              {"attention_backend": "FLASHMLA"}, {"attention_backend": "trtllm_mla", "speculative": False}]
+    known = {None, *backends.backend_names(fault.engine)}
+    options = [facts for facts in forced + split if all(value in known for name, value in facts.items() if name.endswith("_backend"))]
     versions = [version for version in READ[fault.engine] if backends._within(fault, backends.Version(version))]
-    spread = itertools.product(versions, CAPABILITIES, (DEEPSEEK, LLAMA), ("target", "draft"), ("prefill", "decode"), forced + split, (None, 4))
+    spread = itertools.product(versions, CAPABILITIES, (DEEPSEEK, LLAMA), ("target", "draft"), ("prefill", "decode"), options, (None, 4))
     for version, capability, target, role, phase, facts, topk in spread:
         for arch in (MHA_DRAFTER, MLA_DRAFTER) if role == "draft" else (target,):
             yield attention_backend(fault.engine, version, arch, capability, role, phase, target=target, topk=topk, **facts)

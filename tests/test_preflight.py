@@ -83,7 +83,7 @@ def test_command_line_stops_a_script(engine_python, head):
     broken = run("--port", "45123", SGLANG_SIMULATE_ACC_LEN="3")
     assert broken.returncode == 1 and "unset SGLANG_SIMULATE_ACC_LEN" in broken.stdout
     absent = run("--port", "45123", "--drafter", str(head / "nowhere"))
-    assert absent.returncode == 1 and "drafter-missing" in absent.stdout
+    assert absent.returncode == 1 and "the drafter is not there" in absent.stdout
 
 
 # ---- the interface, on published sources
