@@ -58,6 +58,7 @@ def test_lengths_that_no_run_can_have_are_no_idle_server(tmp_path):
     runs.run("log", out=tmp_path / "out", source=str(tmp_path / "server.log"))
     (said,) = runs.read_results(tmp_path / "out")["report"]["verdict"]
     assert said.startswith("no acceptance: 5 lines have an accept length")
+    assert not (tmp_path / "out" / "over_time.png").exists()  # an empty chart says nothing
 
 
 def test_a_path_that_is_not_there_says_where_paths_start(tmp_path):
