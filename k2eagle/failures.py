@@ -909,6 +909,7 @@ class _Start:
     hits: list = field(default_factory=list)    # of `_Hit`
     raised: list = field(default_factory=list)  # lines with an exception that no failure explains
     engine: str | None = None
+    nodes: set = field(default_factory=set)     # that began; one may fail before another begins
 
 
 _EXCEPTION = re.compile(r"\s*(?:[A-Za-z_][\w.]*(?:Error|Exception|OutOfMemory|Died)|Exception|AssertionError)(?:: |:?\s*$)")
@@ -933,14 +934,16 @@ def _collect(source) -> tuple:  # starts, number of lines
     "Sort a log's lines into its starts."
     starts, frames, tally, opened = [_Start()], {}, [0], None
     for line in _messages(source, tally):
-        start = starts[-1]
+        start, begun = starts[-1], _BEGUN.match(line.text)
         opened = line if "Traceback (most recent call last)" in line.text else opened
         if opened and line.rank is None and line.process is None and line.text.startswith(("Exception: ", " ")):
             line = replace(line, rank=opened.rank, process=opened.process)
-        if _BEGUN.match(line.text) and (start.ready or start.hits or start.raised):
+        if begun and (start.ready or (start.hits or start.raised) and (line.node in start.nodes or not start.nodes)):
             start, frames = _Start(), {}
             starts.append(start)
         start.engine = line.engine or start.engine
+        if begun:
+            start.nodes.add(line.node)
         if not start.ready and _READY.match(line.text) and ("fired" in line.text or start.engine != "sglang"):
             start.ready = line.number
         if line.level in ("DEBUG", "INFO", "WARNING"):
@@ -1069,6 +1072,8 @@ def diagnose(
     exit_code: int | None = None,  # of the server's main process, where you know it; negative or 128 + n: ended by signal n
 ) -> Findings:                     # the cause first (severity error), what followed as notes; empty where nothing failed
     "Name the root cause of a failed start."
+    if exit_code is not None and (isinstance(exit_code, bool) or not isinstance(exit_code, int)):
+        raise ValueError(f"exit_code {exit_code!r}; expected a whole number, as the shell's $? or a process's returncode")
     starts, count = _collect(source)
     found = _judged(starts[-1], count, exit_code)
     for start in starts[:-1]:

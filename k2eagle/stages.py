@@ -204,6 +204,20 @@ def _marker(line: Line, engine: str | None) -> tuple | None:
                 return marker, match if pattern else None
     return None
 
+# %% ../nbs/51_stages.ipynb #e634c567
+def _begins(marker: Marker) -> bool:
+    "Is this the line with which a server, or one node of it, begins?"
+    return marker.edge == "begin" and marker.stage == "processes"
+
+
+def _another(tracker, line: Line, marker: Marker) -> bool:
+    "Does a line begin another start, rather than another node of this one?"
+    if not _begins(marker):
+        return tracker.failed and line.node in tracker.late and "ready" in (marker.stage, marker.then)
+    furthest = _furthest(tracker)
+    known = line.node in tracker.nodes | tracker.late or not tracker.nodes or furthest == _PLACE["ready"]
+    return known and (tracker.failed or furthest > _PLACE["distributed"])
+
 # %% ../nbs/51_stages.ipynb #e6ec5967
 @dataclass
 class _Rank:
@@ -212,7 +226,7 @@ class _Rank:
     ended: set = field(default_factory=set)  # stages it finished
     draft: bool = False                      # is it on the drafter's weights, or past them?
 
-
+# %% ../nbs/51_stages.ipynb #3df8bc43
 class Tracker:
     "Follow a log from line to line; `feed` gives what a line says."
 
@@ -223,6 +237,7 @@ class Tracker:
     def begin(self):
         "Forget the start so far: another one begins."
         self.ranks, self.failed, self.eager, self.speculative, self.draft_next = {}, False, False, None, False
+        self.nodes, self.late = set(), set()  # those that began; those that began after another had failed
 
     def feed(self, line: Line) -> Iterator[Event]:  # line: the next one
         "Yield the events of a line."
@@ -232,9 +247,11 @@ class Tracker:
             yield from self._first(line)
             return
         marker, match = found
-        if marker.edge == "begin" and marker.stage == "processes" and (self.failed or _furthest(self) > _PLACE["distributed"]):
+        if _another(self, line, marker):
             self.begin()
             yield Event(line.number, line.time, self.engine, None, "processes", None, None, None, line.text, "restart")
+        if _begins(marker):
+            (self.late if self.failed else self.nodes).add(line.node)
         yield _event(self, line, marker, match)
 
     def _first(self, line: Line) -> Iterator[Event]:
@@ -265,7 +282,7 @@ def _event(tracker: Tracker, line: Line, marker: Marker, match) -> Event:
         _note_arguments(tracker, line.text)
     return _ended(tracker, own, marker, event) if marker.edge == "end" else _entered(tracker, own, marker, event)
 
-
+# %% ../nbs/51_stages.ipynb #25b34cc8
 def _note_arguments(tracker: Tracker, text: str):
     "Note of the arguments what decides which stages there will be."
     tracker.eager = tracker.eager or bool(re.search(r"enforce_eager['\"]?[=:] ?True|disable_cuda_graph['\"]?[=:] ?True", text))

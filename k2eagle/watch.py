@@ -571,7 +571,7 @@ def _state(watcher: Watcher) -> tuple:
         return "starting", "its log says ready, a request was not answered", Findings([_refused(watcher)])
     if stall:
         return "hung", f"{stall[1]} for {_short(stall[0])}", Findings([_hung(watcher, stall)])
-    known = watcher.start.visits or watcher.looks or watcher.last_line is not None and watcher.tracker.engine
+    known = watcher.looks or watcher.tracker.engine
     if not known:
         return "unknown", probed[0] if probed else "no line of an engine yet", Findings()
     return "starting", _basis(watcher), Findings()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from failure_excerpts import EXCERPTS, MIXTURES, READY, begun, ended, raised, vllm_begun
 
-from k2eagle import runs
+from k2eagle import runs, watch
 from k2eagle.failures import FAILURES, KINDS, diagnose, failure_table
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -76,6 +76,25 @@ def test_the_first_offending_rank_is_named(rank):
     log = begun() + "".join(raised("ModuleNotFoundError: No module named 'tiktoken'", f" TP{one}") for one in ranks) + ended()
     found = diagnose(log)
     assert found[0].subject == f"sglang TP{rank}" and "8 such lines" in found[0].evidence
+
+
+def test_a_node_that_fails_before_another_begins_is_found():
+    def on(node, text):
+        return "".join(f"[pod/serve-{node}/main] {line}\n" for line in text.splitlines())
+    failing, late = on(1, MIXTURES["oom on one rank, sglang"][1]), on(0, begun())
+    found = diagnose(failing + late)
+    assert found[0].code == "oom-capturing-graphs" and found[0].subject.startswith("serve-1/main")
+    assert errors(failing + late + on(1, begun())) == [], "the node that failed was started again"
+    assert watch.watch(failing + late).state == "failed"
+    up = failing + late + on(0, READY)  # a server that is ready was another one, such as a pod with a new name
+    assert watch.watch(up).state == "ready" and errors(up) == []
+
+
+def test_starts_in_one_file_are_told_apart():
+    failing, up = MIXTURES["oom on one rank, sglang"][1], begun() + READY
+    other = MIXTURES["killed worker, vllm"][1]
+    for text, code in ((failing + up, None), (up + failing, "oom-capturing-graphs"), (failing + begun(), None), (failing + other, "rank-killed")):
+        assert errors(text) == ([code] if code else []), code
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
@@ -156,6 +175,8 @@ def test_what_is_no_log_is_refused_or_found_empty(tmp_path):
             diagnose(source)
     with pytest.raises(FileNotFoundError):
         diagnose(tmp_path / "nowhere.log")
+    with pytest.raises(ValueError, match="expected a whole number"):
+        diagnose(begun(), exit_code="9")
 
 
 @pytest.mark.parametrize("name", sorted(MIXTURES))

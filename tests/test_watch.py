@@ -373,6 +373,16 @@ def test_packed_wide_and_foreign_logs_are_read(tmp_path):
         watch.watch(tmp_path)
 
 
+@pytest.mark.parametrize("text", [
+    '10.0.0.1 - - [30/Nov/2026:12:00:00 +0000] "GET / HTTP/1.1" 200 12 "-" "curl"\n' * 50,
+    "INFO:     Started server process [1]\nINFO:     Application startup complete.\nINFO:     Uvicorn running on http://127.0.0.1:8000\n",
+    "llama_model_loader: loaded meta data\nmain: server is listening on http://127.0.0.1:8080\n",
+    "Nov 29 07:00:00 host7 kernel: Out of memory: Killed process 4711 (python3) total-vm:1kB\n"])
+def test_the_log_of_another_program_is_no_start(text):
+    found = watch.watch(text)
+    assert (found.state, found.engine, found.exit_code) == ("unknown", None, 3) and "no line of an engine" in found.basis and not found.findings
+
+
 def test_an_ending_word_cut_by_the_blocks_is_found():
     text = sglang("0.5.12").text.encode()
     end = b"[2026-11-29 00:01:09 TP0] Scheduler hit an exception: Traceback (most recent call last):\n"
