@@ -268,6 +268,8 @@ def read_layout(
 ) -> tuple:              # (`Layout`, findings about what could not be read)
     "Read a drafter's config and the tables of its weight files."
     folder = Path(folder)
+    if folder.is_file():
+        raise NotADirectoryError(f"{portable(folder)} is a file; expected the drafter's folder, here {portable(folder.parent)}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{portable(folder)} is not there{searched(folder)}; expected a drafter's folder with config.json and model.safetensors")
     (raw, found), (files, more), tensors = _config(folder), _files(folder), {}
