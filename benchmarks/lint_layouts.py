@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--target", default="default")
     arguments = parser.parse_args()
     if not (arguments.drafter / "config.json").exists():
-        parser.error(f"{arguments.drafter} has no drafter; train one with: python -m k2eagle.runs pipeline -o outputs/pipeline")
+        parser.error(f"{arguments.drafter} has no drafter; train one with: python -m k2eagle.runs pipeline")
     target = targets.resolve(arguments.target)
     rows = [row("k2eagle, trained by the pipeline", target.name, engine, lint(arguments.drafter, target, engine)) for engine in ENGINES]
     for name, layout in drafter_layouts.LAYOUTS.items():
