@@ -389,8 +389,8 @@ _SGLANG_DIES = [Fault(code, "sglang", *row) for code, *row in (
      "the backend is for latent attention only", "leave --attention-backend out", _R, "read"),
     ("mla-only", "0.4.6.post5", None, ("flashmla", "cutlass_mla"), (), "mha", "both", "both", "", "dies",
      "its kernels are for latent attention only", "leave --attention-backend out", f"{_A}/flashmla_backend.py", "inferred"),
-    ("mha-only", "0.5.5", None, ("trtllm_mha",), (), "mla", "draft", "both", "", "dies", "the drafter has latent attention, which this backend "
-     "does not know", "leave --speculative-draft-attention-backend out: the drafter takes its target's", _R, "read"),
+    ("mha-only", "0.5.8", None, ("trtllm_mha",), (), "mla", "draft", "both", "", "dies", "the drafter has latent attention, which this backend "
+     "does not know", "--speculative-draft-attention-backend triton, or leave it out where the target has latent attention too", _R, "read"),
     ("mha-only", "0.5.5", None, ("trtllm_mha",), (), "mla", "target", "both", "", "dies", "the backend does not know latent attention",
      "leave --attention-backend out", _R, "read"))]
 
