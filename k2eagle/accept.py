@@ -97,11 +97,13 @@ def summarize(
     seed: int = 0,               # of the bootstrap
 ) -> Acceptance:
     "Pool counts into an `Acceptance` with intervals."
-    missing = {"drafts", "accepted"} - set(frame.columns)
+    missing = {"drafts", "accepted"} - set(_table(frame).columns)
     if missing:
         raise ValueError(f"columns {sorted(missing)} are missing; have {list(frame.columns)}, expected counts a row")
+    if bare := int(frame[["drafts", "accepted"]].isna().any(axis=1).sum()):
+        raise ValueError(f"{bare} of {len(frame)} rows have no counts, as those of an SGLang log; leave them out, or let of_log weight them")
     columns = [name for name in frame.columns if name.startswith("pos_")]
-    total = frame.drop(columns="id", errors="ignore").sum()
+    total = frame[[name for name in ("drafts", "drafted", "accepted", *columns) if name in frame]].sum()
     drafts, told = int(total["drafts"]), "drafted" in frame and frame["drafted"].notna().all()
     _check_counts(frame, total, columns, told)
     kept = tuple(int(total[name]) for name in columns)
@@ -110,6 +112,13 @@ def summarize(
                       num_draft or len(columns) or frame.attrs.get("log", {}).get("num_draft"), ci, kept_ci, source, frame)
 
 # %% ../nbs/41_accept.ipynb #9e2c5c74
+def _table(frame) -> pd.DataFrame:
+    "Refuse what is no table, such as the path of a log."
+    if not isinstance(frame, pd.DataFrame):
+        raise ValueError(f"frame is {type(frame).__name__} {str(frame)[:60]!r}; expected a table, such as read_log makes of a log")
+    return frame
+
+
 def _check_counts(frame, total, columns: list, told: bool):
     "Refuse counts that no run can have; half a token is left to counts that are estimates."
     counts = ["drafts", "accepted", *(["drafted"] if told else []), *columns]
@@ -408,7 +417,7 @@ def of_log(
     seed: int = 0,              # of the bootstrap
 ) -> list:                      # an `Acceptance` for each engine and K; none where no verify step was logged
     "Pool what a server said, over its windows."
-    counted = estimate_counts(frame, decode_interval)
+    counted = estimate_counts(_table(frame), decode_interval)
     counted = counted[(counted.drafts > 0) & np.isfinite(counted.accepted)]
     exact = frame.drafts[counted.index].notna()
     sizes = (counted.drafted / counted.drafts).round().where(exact).fillna(0).astype(int)  # K, of lines that count
