@@ -1,6 +1,6 @@
 """What the notebooks of the readers cannot hold: any counts in any dialect and back, damaged logs, memory.
 
-K2EAGLE_FUZZ_SECONDS=1800 damages logs for half an hour instead of a few seconds.
+K2EAGLE_FUZZ_SECONDS=1800 damages logs for half an hour instead of a few seconds, K2EAGLE_EXAMPLES=2000 draws so many runs a property.
 """
 import json
 import math
@@ -26,7 +26,7 @@ MENTION = re.compile(rb"(?<!block )accept len:|SpecDecoding metrics:|Speculative
 BLOCK = re.compile(  # that of another algorithm, wrapped anywhere
     rb"(?:\r?\n.{0,60}?)?".join([*(bytes([letter]) for letter in b"block"), b" ?", b"accept len:"]))
 runs = st.integers(1, 7).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), min_size=1, max_size=60)))
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=int(os.environ.get("K2EAGLE_EXAMPLES", 80)), deadline=None)
 
 
 def counted(run):
