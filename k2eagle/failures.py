@@ -840,6 +840,8 @@ def _blocks(source):
 
 def _file_blocks(path: Path):
     "Yield blocks of whole lines of a file."
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; expected the server's log")
     if path.is_dir():
         raise ValueError(f"{path.name} is a folder; expected a log: give the file in it")
     rest = b""

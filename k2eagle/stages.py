@@ -161,9 +161,6 @@ def stage_table(
     names = {"stage": "stage", "edge": "edge", "key": "line holds", "engine": "engine", "versions": "versions", "then": "then", "source": "source"}
     return pd.DataFrame([{shown: getattr(marker, name) for name, shown in names.items()} for marker in rows])
 
-
-stage_table("vllm").head(12)
-
 # %% ../nbs/51_stages.ipynb #2ab71fce
 @dataclass(frozen=True)
 class Event:

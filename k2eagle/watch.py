@@ -55,7 +55,13 @@ LIMITS = {
 }
 STOPPED_S = 30.0  # how long a process may be stopped (state T) while nothing else moves
 
-pd.DataFrame([{"stage": name, "quiet (s)": limit.quiet_s, "busy (s)": limit.busy_s, "why": limit.why} for name, limit in LIMITS.items()])
+
+def _limits(own: dict | None) -> dict:  # own: stage to `Limit`, for those that differ
+    "The limits of every stage."
+    wrong = [name for name, limit in (own or {}).items() if name not in STAGES or not isinstance(limit, Limit)]
+    if wrong:
+        raise ValueError(f"limits for {', '.join(map(str, wrong))}; expected a `Limit` each, for some of {', '.join(STAGES)}")
+    return LIMITS | (own or {})
 
 # %% ../nbs/53_watch.ipynb #8800d959
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ class Sampler:
     "Look at a process and all it started; call it for `Evidence`."
 
     def __init__(self, pid: int):  # pid: of the server's first process
+        if not isinstance(pid, int) or pid < 1:
+            raise ValueError(f"pid {pid!r}; expected the number of a process, such as 4711")
         if not Path("/proc/self/stat").exists():
             raise ValueError("there is no /proc here; expected Linux: watch the log and the url alone")
         self.pid, self.pids, self.listed_at, self.gpu, self.gpu_at = pid, [], -1e9, None, -1e9
@@ -275,7 +283,7 @@ class Watcher:
     def __init__(self, limits: dict | None = None,      # stage to `Limit`, for those that differ from LIMITS
                  like: pd.DataFrame | None = None,      # `Status.done` of an earlier start of the same server
                  weight_bytes: int | None = None):      # size of the target's weights, for an estimate where nothing is counted
-        self.limits, self.like, self.weight_bytes = LIMITS | (limits or {}), like, weight_bytes
+        self.limits, self.like, self.weight_bytes = _limits(limits), like, weight_bytes
         self.reader, self.tracker, self.start = startlog.Reader(), Tracker(), _Start()
         self.looks, self.read_from, self.moving = deque(maxlen=64), None, ()
         self.now = self.last_line = self.last_strong = self.last_any = None  # moments
@@ -711,6 +719,8 @@ def watch(
     watcher = Watcher(limits, like, weight_bytes)
     watcher.source = log if isinstance(log, Path) or isinstance(log, str) and "\n" not in log else None
     look = sample or (Sampler(pid) if pid is not None else None)
+    if follow and log is not None and (not isinstance(log, str | Path) or Path(log).is_dir()):
+        raise ValueError(f"log {str(log):.60}; expected the path of a file, which need not be there yet")
     if follow:
         return _following(watcher, log, look, url, every_s, timeout_s, until)
     _read(watcher, log)
@@ -853,7 +863,7 @@ def show(
 # %% ../nbs/53_watch.ipynb #5e4860df
 def main(
     arguments: list | None = None,  # None: those of the command line
-) -> int:                           # 0 ready, 1 failed, 2 hung, 3 starting or unknown
+) -> int:                           # 0 ready, 1 failed, 2 hung, 3 starting or unknown, 64 wrong arguments
     "Watch a start from a shell."
     parser = argparse.ArgumentParser(prog="python -m k2eagle.watch", description="Tell whether a server is starting, ready, hung or dead.")
     parser.add_argument("log", nargs="?", help="the server's log")
@@ -861,14 +871,15 @@ def main(
     parser.add_argument("--url", help="of the server, for a real request")
     parser.add_argument("--once", action="store_true", help="say what is there, and end")
     parser.add_argument("--timeout", type=float, help="seconds to wait at most")
-    given = parser.parse_args(arguments)
-    if given.log is None and given.pid is None and given.url is None:
-        parser.error("nothing to watch; give a log, --pid or --url")
+    try:
+        given = parser.parse_args(arguments)
+        found = watch(given.log, given.pid, given.url) if given.once else show(given.log, given.pid, given.url, timeout_s=given.timeout)
+    except (SystemExit, ValueError, FileNotFoundError) as error:  # by themselves these end with 2 and 1, which say something about a server here
+        if not isinstance(error, SystemExit):
+            print(error, file=sys.stderr)
+        return 0 if getattr(error, "code", 1) == 0 else 64
     if given.once:
-        found = watch(given.log, given.pid, given.url)
         print(found)
-    else:
-        found = show(given.log, given.pid, given.url, timeout_s=given.timeout)
     if found.findings:
         print(found.findings)
     return found.exit_code

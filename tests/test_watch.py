@@ -473,6 +473,18 @@ def test_a_real_server_is_watched_until_a_request_is_answered(engine, tmp_path):
     assert watch.watch(log, process.pid).exit_code == 1
 
 
+def test_what_cannot_be_watched_is_refused(tmp_path, capsys):
+    text = sglang("0.5.12").text
+    for wrong, words in ((dict(log=text, limits={"weight": LIMITS["weights"]}), "limits for weight"), (dict(log=text, limits={"weights": 5}), "a `Limit` each"),
+                         (dict(pid="12"), "number of a process"), (dict(pid=0), "number of a process"), (dict(log=["a"], follow=True), "path of a file"),
+                         (dict(log=tmp_path, follow=True), "path of a file"), (dict(), "nothing to watch")):
+        with pytest.raises(ValueError, match=words):
+            watch.watch(**wrong)
+    for wrong in ([], ["--pid", "x"], [str(tmp_path), "--once"], [str(tmp_path / "none"), "--once"], ["--nonsense"]):
+        assert watch.main(wrong) == 64, "neither failed (1) nor hung (2): nothing was watched"
+    assert watch.main(["--help"]) == 0 and "is not there" in capsys.readouterr().err
+
+
 def test_limits_and_states_are_whole():
     assert set(LIMITS) == set(stages.STAGES) and all(limit.quiet_s <= limit.busy_s and limit.why for limit in LIMITS.values())
     empty = status(Watcher())
