@@ -151,7 +151,7 @@ class _State:
     ranks: dict = field(default_factory=dict)     # name to number
     sections: list = field(default_factory=lambda: [_Section()])
     load: tuple = (-10, _NAN, _NAN)  # vLLM's last throughput line: where, tokens/s, requests
-    totals: dict = field(default_factory=dict)    # of vLLM's first engine: rank to counts since its start
+    totals: dict = field(default_factory=dict)    # of vLLM's first engine: rank to K and counts since its start
     lines: int = 0
     unread: int = 0
     partial: int = 0                              # rows of which a field was cut
@@ -279,13 +279,14 @@ def _read_vllm(head: bytes, message: bytes, line: int, state: _State) -> bool:
 def _read_v0(head: bytes, message: bytes, line: int, state: _State) -> bool:
     "Add the row of a line of vLLM's first engine, counts since its start; False where they are cut."
     num_draft, drafted, emitted = (_value(message, name) for name in ("v0_draft", "v0_drafted", "v0_emitted"))
-    if not (num_draft >= 1 and 0 <= drafted < 2 ** 53 and 0 <= emitted - drafted / num_draft <= drafted):
+    if not (1 <= num_draft <= 255 and 0 <= drafted < 2 ** 53 and 0 <= emitted - drafted / num_draft <= drafted):  # 255: the most that is tried
         return False
     time, name = _prefix(head, state.latest)
     total, rank = np.array([drafted / num_draft, drafted, emitted - drafted / num_draft]), state.rank(name)
-    added = total - state.totals.get(rank, 0)
-    state.totals[rank] = total
-    restarted = (added < -1e-9).any() or added[2] > added[1] + 1e-9  # a count fell, or too few were drafted in between
+    drafting, earlier = state.totals.get(rank, (num_draft, 0))
+    added = total - earlier
+    state.totals[rank] = num_draft, total
+    restarted = drafting != num_draft or (added < -1e-9).any() or added[2] > added[1] + 1e-9  # K changed, a count fell, or too few were drafted
     steps, drafted, accepted = (total if restarted else added).tolist()
     state.estimated += not float(total[0]).is_integer()
     state.partial += not _FIELDS["v0_rate"].search(message)
