@@ -55,11 +55,14 @@ _ISO = r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?)(?:Z|[+-]\d\d:?\d\d
 _OUTER = [re.compile(form) for form in (
     _ISO + r" (?:stdout|stderr) [FP] ",                                   # the files below /var/log/pods
     _ISO + r" ",                                                          # docker logs -t, kubectl logs --timestamps
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+)\t",                 # a collector's stamp and a tab
     r"\[pod/(?P<node>[^\]\s]+)\] ",                                       # kubectl logs --prefix
     r"(?P<node>[A-Za-z][\w.-]* [\w.-]+) [│|] ",                           # stern
     r"(?P<node>[A-Za-z][\w.-]*) +[│|] ",                                  # docker compose logs
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<node>[\w.-]+) [\w./@-]+\[\d+\]: ",  # journald
     r" {0,4}(?P<node>\d{1,4}): (?=\S)",                                   # srun -l
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ",                              # ts
+    r"\d{1,9}:(?!\d\d:\d\d)",                                            # grep -n
     r"\[(?:default|rank)(?P<rank>\d+)\]:(?: |(?=\[)|$)",                  # torchrun; a worker's traceback
 )]
 _PROCESS = re.compile(r"\((?P<name>[A-Za-z][\w-]*(?: rank=(?P<rank>\d+))?) pid=(?P<pid>\d+)(?:, ip=(?P<node>[^)\s]+))?\) ?")

@@ -229,7 +229,8 @@ WRAPPINGS = {
     "compose": lambda number, text: f"serve-1  | {text}", "journald": lambda number, text: f"Nov 29 07:00:00 host7 python3[4711]: {text}",
     "json": lambda number, text: json.dumps({"log": text + "\n", "stream": "stderr", "time": "2026-11-29T07:00:00.1Z"}),
     "srun": lambda number, text: f"{number % 8}: {text}", "windows": lambda number, text: text + "\r", "stern": lambda number, text: f"serve-0 main │ {text}",
-    "torchrun": lambda number, text: f"[default0]:{text}", "host": lambda number, text: f"node-7: {text}",
+    "torchrun": lambda number, text: f"[default0]:{text}", "host": lambda number, text: f"node-7: {text}", "grep": lambda number, text: f"{number + 1}:{text}",
+    "ts": lambda number, text: f"Nov 29 07:00:00 {text}", "tab": lambda number, text: f"2026-11-29 07:00:00.123\t{text}",
 }
 
 
@@ -452,6 +453,20 @@ def test_what_is_quoted_ends_no_server_and_what_follows_it_does():
                 watcher.feed(data[at:at + most], 1)
             found = status(watcher)
             assert (found.state, watcher.reader.number) == (state, data.count(b"\n")), (found, most)
+
+
+@pytest.mark.parametrize(("growth", "hangs_after_s"), [(0, 120), (4 << 20, 600)], ids=["idle", "takes memory"])
+def test_a_server_that_says_ready_and_never_answers_hangs(growth, hangs_after_s):
+    watcher, hung = Watcher(), None
+    watcher.feed((FOLDER / "vllm_healthy.log").read_bytes(), 0)
+    for second in range(0, 700, 2):
+        observe(watcher, Evidence(second, cpu_s=second, rss_bytes=(1 << 30) + growth * second, processes={1: ("python", "R", second)}))
+        watch.note_answer(watcher, ("no answer from http://127.0.0.1:8000/v1/completions (timed out)", None), second)
+        said = status(watcher)
+        hung = second if hung is None and said.state == "hung" else hung
+    assert hangs_after_s < hung < hangs_after_s + 5 and said.findings[0].code == "no-answer" and "py-spy" in said.findings[0].fix
+    watch.note_answer(watcher, (None, 0.3), 701)  # late is better than never
+    assert status(watcher).state == "ready"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
