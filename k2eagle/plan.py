@@ -152,13 +152,16 @@ def _sizes_of_folder(path: Path) -> Sizes:
 
 def sizes(
     target,                            # "default", a checkpoint's folder, `targets.TargetFacts`, or config.json as a dict
-    weight_bytes: float | None = None,  # of all weight files; only with a dict
+    weight_bytes: float | None = None,  # of all weight files; only with a dict, or a folder that holds none
 ) -> Sizes:
     "Read what a plan must know about a target, without loading it."
     if isinstance(target, Sizes):
         return target
     if isinstance(target, dict):
         return _sizes_of_config(target, weight_bytes, "the config")
+    folder = Path(getattr(target, "path", target))
+    if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):  # a plan for weights that are elsewhere
+        return _sizes_of_config(read_json(folder / "config.json"), weight_bytes, str(folder))
     if weight_bytes is not None:
         raise ValueError("weight_bytes is given beside a checkpoint, whose headers tell it; leave it out")
     return _sizes_of_folder(targets.resolve(getattr(target, "path", target)))
@@ -1347,15 +1350,16 @@ def _capture_wishes(case: Case, boundaries: tuple, folder: str) -> list:
 def _environment(case: Case, chosen) -> tuple:  # (variables, rows of reasons)
     "Environment of the server, with reasons."
     env = engines.surroundings(case.engine, "cpu") if case.cpu else {}
-    rows = [(name, portable(value) if name == "PYTHONPATH" else value, "a run on a CPU without a hub") for name, value in env.items()]
+    rows = [(name, os.pathsep.join(map(portable, value.split(os.pathsep))) if name == "PYTHONPATH" else value, "a run on a CPU without a hub") for name, value in env.items()]
     if case.cpu and case.engine == "vllm":
         _, _, counted = _cells(case)
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(case.pool_tokens * counted / GIB))
         rows = [row for row in rows if row[0] != "VLLM_CPU_KVCACHE_SPACE"]
         rows.append(("VLLM_CPU_KVCACHE_SPACE", env["VLLM_CPU_KVCACHE_SPACE"], "GiB of cache; else a share of the machine's memory is taken"))
     if not case.cpu and Path(case.target.path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-        rows.append(("HF_HUB_OFFLINE", "1", "the target is a folder; nothing is to be looked up"))
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        env |= offline
+        rows += [(name, value, "the target is a folder; nothing is to be looked up") for name, value in offline.items()]
     if chosen:
         env |= chosen.env
         rows += [(name, value, f"profile {chosen.name}: {chosen.why} ({chosen.source}; {chosen.status})") for name, value in chosen.env.items()]

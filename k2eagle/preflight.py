@@ -589,8 +589,8 @@ def check_driver(case: Case) -> list:
     if case.seen.get("torch") and not cuda:
         found.append(Finding("torch-cpu", "error", "torch", f"torch {case.seen['torch']} was built for a CPU; the {len(case.gpus)} GPUs stay unused",
                              "torch.version.cuda is None", f"install a CUDA build of torch into {portable(case.interpreter)}"))
-    series, least = int(case.gpus[0].driver.split(".")[0]), _DRIVERS.get(str(cuda).split(".")[0])
-    if least and series < least:
+    series, least = case.gpus[0].driver.split(".")[0], _DRIVERS.get(str(cuda).split(".")[0])  # GPUs that were only described have no driver
+    if least and series and int(series) < least:
         found.append(Finding("driver-old", "error", f"driver {case.gpus[0].driver}", f"torch was built for CUDA {cuda}, which needs driver {least} or newer",
                              f"driver {case.gpus[0].driver}", f"update the driver, or install torch and {case.engine} built for an older CUDA"))
     return found
