@@ -579,8 +579,8 @@ def _state(watcher: Watcher) -> tuple:
     if watcher.start.stage == "ready" and not probed:
         return "ready", "by its log, not by a request", Findings()
     if probed and watcher.start.stage == "ready":
-        waited = watcher.now - watcher.unanswered
-        hung = waited > (BUILDING_S if _builds(watcher) else UNANSWERED_S)
+        waited = 0.0 if watcher.unanswered is None else watcher.now - watcher.unanswered  # None: asked before it was ready
+        hung = waited > UNANSWERED_S and (waited > BUILDING_S or not _builds(watcher))
         return "hung" if hung else "starting", f"its log says ready, no request was answered for {_short(waited)}", Findings([_refused(watcher)])
     if stall:
         return "hung", f"{stall[1]} for {_short(stall[0])}", Findings([_hung(watcher, stall)])

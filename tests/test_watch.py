@@ -458,7 +458,9 @@ def test_what_is_quoted_ends_no_server_and_what_follows_it_does():
 @pytest.mark.parametrize(("growth", "hangs_after_s"), [(0, 120), (4 << 20, 600)], ids=["idle", "takes memory"])
 def test_a_server_that_says_ready_and_never_answers_hangs(growth, hangs_after_s):
     watcher, hung = Watcher(), None
+    watch.note_answer(watcher, ("no answer from http://127.0.0.1:8000/v1/models (refused)", None), 0)  # asked before it was ready
     watcher.feed((FOLDER / "vllm_healthy.log").read_bytes(), 0)
+    assert status(watcher).state == "starting"
     for second in range(0, 700, 2):
         observe(watcher, Evidence(second, cpu_s=second, rss_bytes=(1 << 30) + growth * second, processes={1: ("python", "R", second)}))
         watch.note_answer(watcher, ("no answer from http://127.0.0.1:8000/v1/completions (timed out)", None), second)
