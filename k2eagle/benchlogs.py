@@ -54,17 +54,18 @@ def _num_draft(drafted: float, drafts: float) -> float:
     wide = _ratio(drafted, drafts)
     return wide if wide == np.floor(wide) else _NAN
 
-# %% ../nbs/60_benchlogs.ipynb #ca18b5d1
+# %% ../nbs/60_benchlogs.ipynb #5ba4c0a5
 MARKS = {
-    "lifetime-acceptance": ("warning", "the accept length is the server's average since its start: warm-up and earlier runs are in it, and only its "
-                            "first data-parallel rank", "restart the server for each run, or read its counters before and after (k2eagle.counters)"),
+    "server-average": ("warning", "the accept length is the server's own average: since its start or the last flush of its cache, so warm-up and "
+                       "earlier runs may be in it; of whole log intervals (40 decode steps) of one data-parallel rank",
+                       "flush the cache before a run, make it long, or read the server's counters before and after (k2eagle.counters)"),
     "percent": ("note", "the tool writes the acceptance rate in percent; it is a fraction here", ""),
     "itl-per-chunk": ("warning", "under speculation a chunk of the stream holds several tokens, and tools and versions differ in how they split it: "
                       "inter-token latencies do not compare", "compare tpot_ms"),
     "tpot-from-itl": ("note", "what the tool calls inter-token latency is (time of the request - time to the first token) / (tokens - 1): it is in "
                       "tpot_ms, and itl_ms has only times between chunks", ""),
-    "decode-rate": ("note", "the tool's output throughput leaves the time to the first token out: it is in decode_tok_s, and output_tok_s is output "
-                    "tokens over the whole time", ""),
+    "decode-rate": ("note", "the tool's output throughput leaves the time to the first token out and counts that token: it is in decode_tok_s, too high "
+                    "by 1 in the output length; output_tok_s is output tokens over the whole time", "compare runs of the same output length"),
     "tokens-assumed": ("note", "output tokens are batch size × output length, as asked for; the file has no count", ""),
     "derived": ("note", "worked out of other numbers of the same row", ""),
     "rounded": ("note", "read from printed text, two digits after the point", "read the JSON file where it is at hand"),
@@ -201,7 +202,7 @@ def _sglang_serving(record: dict) -> list:
     told = _told_by_sglang(record.get("server_info")) if engine != "vllm" else {}
     length = _number(record.get("accept_length"))
     if length > 0:
-        marks["lifetime-acceptance"] = ""
+        marks["server-average"] = ""
         told.setdefault("speculative", True)
     errors = record.get("errors")
     failed = sum(bool(error) for error in errors) if isinstance(errors, list) else record.get("failed")
@@ -283,20 +284,21 @@ def _lines(text: str):
 
 # %% ../nbs/60_benchlogs.ipynb #47439df4
 def _serving_tables(text: str) -> list:
-    "Printed tables: (line, record, pieces of it that are older labels)."
+    "Printed tables: (line, record, older labels in it)."
     tables = []
     for line, own in _lines(text):
         found = _LABEL.search(own)
         if _HEADLINE in own:
-            tables.append((line, {}, set()))
+            asked = tables.pop()[1] if tables and tables[-1][1].keys() <= {"request_rate", "max_concurrency"} else {}
+            tables.append((line, {}, set(), asked))
         elif found:
             position = found["position"]
             key = f"position {position}" if position else _LABELS[found[1]]
             if not tables or key in tables[-1][1]:
-                tables.append((line, {}, set()))
+                tables.append((line, {}, set(), {}))
             tables[-1][1][key] = found["value"]
             tables[-1][2].update(_OLD_LABELS & {found[1]})
-    return [(line, record, old) for line, record, old in tables if record]
+    return [(line, asked | record, old) for line, record, old, asked in tables if record]
 
 
 def _printed_serving(text: str) -> tuple:
@@ -322,14 +324,14 @@ def _one_batch(record: dict) -> list:
     "The row of one batch."
     marks, size, seconds = {}, _number(record.get("batch_size")), _number(record.get("latency"))
     lengths = {name: size * _number(record.get(f"{name}_len")) for name in ("input", "output")}
-    rate, whole = _number(record.get("output_throughput")), "last_gen_throughput" not in record
+    rate, whole = _number(record.get("output_throughput")), not {"last_gen_throughput", "input_throughput"} & record.keys()
     output = record.get("total_output_tokens")
     if output is None:
         output, marks["tokens-assumed"] = lengths["output"], ""
     marks["older-layout" if whole else "decode-rate"] = "output throughput over the whole time" if whole else ""
     length = _number(record.get("acc_length"))
     if length > 0:
-        marks["lifetime-acceptance"] = ""
+        marks["server-average"] = ""
     engine = None if length == -1 and record.get("last_gen_throughput") == -1 else "sglang"  # so it writes of a vLLM server
     return [_row("sglang.bench_one_batch_server", marks, engine=engine, model=record.get("model_path"), workload=record.get("run_name"), concurrency=size,
                  requests=size, duration_s=seconds, input_tokens=lengths["input"], output_tokens=output, output_tok_s=rate if whole else _ratio(_number(output), seconds),
@@ -369,7 +371,7 @@ def _case_tables(text: str) -> list:
             names = cells[cells.index("batch size"):]
         elif names and len(cells) > len(names) and cells[-len(names)].isdecimal():  # counted from the end: a log's prefix may hold a bar too
             told = {_CELLS[name]: _number(cell) for name, cell in zip(names, cells[-len(names):]) if name in _CELLS}
-            cases.append((line, same | told | {"last_gen_throughput": None}))  # such tables came with the rate that leaves the first token out
+            cases.append((line, same | told))
     return cases
 
 # %% ../nbs/60_benchlogs.ipynb #5f198fea
@@ -555,7 +557,7 @@ def _specforge_results(record: dict) -> list:
 # %% ../nbs/60_benchlogs.ipynb #207b8ca1
 def _specforge_speedup(record: dict) -> list:
     "The row of a line of bench_model_speedup.py."
-    return [_specforge_row({"lifetime-acceptance": ""}, record["steps"], record["num_draft_tokens"], accept_len=record["acc_length"],
+    return [_specforge_row({"server-average": ""}, record["steps"], record["num_draft_tokens"], accept_len=record["acc_length"],
                            workload=record.get("benchmark"), concurrency=record.get("batch_size"), duration_s=record.get("duration"),
                            output_tokens=record.get("completion_tokens"), output_tok_s=record.get("throughput"))]
 

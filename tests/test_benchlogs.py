@@ -59,6 +59,19 @@ def test_each_tool_and_version_tells_the_same_run(path):
     assert sum(not math.isnan(row[name]) for name in expected) >= 5
 
 
+@pytest.mark.parametrize(("numbers", "printed"), [("sglang-0.5.23-serving.jsonl", "sglang-0.5.23-serving.txt"), ("vllm-0.32.0-serve.json", "vllm-0.32.0-serve.txt"),
+                                                  ("sglang-0.5.23-one-batch.jsonl", "sglang-0.5.23-one-batch.txt")])
+def test_a_recorded_run_reads_alike_from_its_file_and_from_what_was_printed(numbers, printed):
+    first, second = (read_results(FIXTURES / "benchlogs" / name) for name in (numbers, printed))
+    assert len(first) == len(second) and first.output_tok_s.notna().all() and second.output_tok_s.notna().all()
+    for name in NUMBERS:
+        both = first[name].notna() & second[name].notna() & np.isfinite(first[name])
+        near = 0.02 if "tok_s" in name and "one-batch" in numbers else 6e-3  # those follow from a duration of two digits
+        assert first[name][both].tolist() == pytest.approx(second[name][both].tolist(), abs=6e-3, rel=near), name
+    assert set(first.tool) == set(second.tool)
+    sane(first), sane(second)
+
+
 def test_counts_of_a_result_pool_as_counts_of_a_log():
     frame = read_results([FIXTURES / "benchlogs" / name for name in ("vllm-0.14.1-serve.json", "aiperf-0.13.0-export.json")])
     pooled = accept.summarize(frame[["drafts", "drafted", "accepted", "pos_1", "pos_2", "pos_3"]])
