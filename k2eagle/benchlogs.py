@@ -396,6 +396,11 @@ def _inside(value, *path):
     return value
 
 
+def _objects(value) -> list:
+    "The objects of a list; none where it is no list."
+    return [own for own in value if isinstance(own, dict)] if isinstance(value, list) else []
+
+
 def _guidellm_times(metrics: dict) -> dict:
     "Latencies of the successful requests, in milliseconds."
     times = {}
@@ -418,8 +423,8 @@ def _guidellm_load(settings) -> dict:
 def _guidellm(record: dict) -> list:
     "The rows of a report, one a benchmark."
     rows = []
-    for own in record["benchmarks"]:
-        if not isinstance(_inside(own, "metrics"), dict):
+    for own in _objects(record["benchmarks"]):
+        if not isinstance(own.get("metrics"), dict):
             continue
         metrics, settings = own["metrics"], own.get("config") or own.get("args")
         marks = {"tpot-from-itl": ""} | ({} if "config" in own else {"older-layout": "args, worker"})
@@ -460,7 +465,7 @@ def _aiperf_times(metrics: dict) -> dict:
 def _aiperf_load(settings) -> dict:
     "Model, concurrency and rate of the settings, which moved from `loadgen` to `phases`."
     phases, models = _inside(settings, "phases"), _inside(settings, "models") or _inside(settings, "endpoint", "model_names")
-    measured = [phase for phase in phases if _inside(phase, "name") != "warmup"] if isinstance(phases, list) else []
+    measured = [phase for phase in _objects(phases) if phase.get("name") != "warmup"]
     load = measured[-1] if measured else _inside(settings, "loadgen")
     models = _inside(models, "items") if isinstance(models, dict) else models
     model = models[0] if isinstance(models, list) and models else models
@@ -494,7 +499,7 @@ def _aiperf(record: dict) -> list:
         marks["older-layout"] = "records"
     failed, errors = _aiperf_value(metrics, "error_request_count"), record.get("error_summary")
     if math.isnan(failed) and isinstance(errors, list):
-        failed = sum(_number(_inside(error, "count")) for error in errors)
+        failed = sum(_number(error.get("count")) for error in _objects(errors))
     if record.get("was_cancelled") or record.get("is_complete") is False:
         marks["incomplete"] = str(record.get("incomplete_reason") or "cancelled")
     total = lambda *names: next((value for name in names if not math.isnan(value := _aiperf_value(metrics, name))), None)
@@ -544,8 +549,8 @@ def _specforge_results(record: dict) -> list:
     "The rows of bench_eagle3.py: benchmarks × configurations × repeats."
     rows = []
     for benchmark, runs in record.items():
-        for run in runs if isinstance(runs, list) else []:
-            for own in (_inside(run, "metrics") or []):
+        for run in _objects(runs):
+            for own in _objects(run.get("metrics")):
                 seconds, rate, asked = (_number(own.get(name)) for name in ("latency", "output_throughput", "num_questions"))
                 marks = {"prefill-token-counted": "", "drafter-as-model": str(record.get("model")), "derived": "output_tokens"}
                 rows.append(_specforge_row(marks, run.get("steps"), run.get("num_draft_tokens"), accept_len=own.get("accept_length"), workload=benchmark,
@@ -605,8 +610,7 @@ READERS = (
            lambda record: any(_is_metric(_inside(part, name)) for part in (record, record.get("records")) for name in ("request_latency", "request_throughput")),
            _aiperf),
     Reader("specforge", "a list of objects with batch_size, steps and metrics",
-           lambda record: any(isinstance(runs, list) and runs and isinstance(runs[0], dict) and {"batch_size", "steps", "metrics"} <= runs[0].keys()
-                              for runs in record.values()), _specforge_results),
+           lambda record: any({"batch_size", "steps", "metrics"} <= run.keys() for runs in record.values() for run in _objects(runs)), _specforge_results),
     Reader("specforge", "steps, topk, num_draft_tokens, acc_length, throughput", _has("steps", "topk", "num_draft_tokens", "acc_length", "throughput"),
            _specforge_speedup),
     Reader("specforge", "throughput_tokens_per_second, output_tokens, samples", _has("throughput_tokens_per_second", "output_tokens", "samples"),
