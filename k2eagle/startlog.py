@@ -74,11 +74,12 @@ def _unjson(text: str) -> tuple:
         return text, None, None
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: thousands of brackets
         return text, None, None
     message = next((record[key] for key in ("log", "message", "msg") if isinstance(record.get(key), str)), None)
     if message is None:
         return text, None, None
+    message = message.encode("utf-8", "replace").decode()  # JSON may hold half of a character, which cannot be written
     stamp = next((record[key] for key in ("time", "asctime", "timestamp", "ts") if isinstance(record.get(key), str)), None)
     level = next((record[key].upper() for key in ("levelname", "level") if isinstance(record.get(key), str)), None)
     return message.rstrip(), stamp, level
@@ -108,7 +109,8 @@ def _moment(text: str | None, latest: datetime) -> datetime | None:
         if text[2] == "-":
             year = latest.year - (text[:5] > f"{latest + timedelta(days=1):%m-%d}")
             return datetime.fromisoformat(f"{year}-{text}")
-        return datetime.fromisoformat(text.replace("Z", "")).replace(tzinfo=None)
+        read = datetime.fromisoformat(text.replace("Z", "")).replace(tzinfo=None)
+        return read if 2000 <= read.year < 3000 else None  # a container without a clock stamps the year 1
     except (ValueError, IndexError):
         return None
 

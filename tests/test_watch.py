@@ -305,6 +305,13 @@ def test_damaged_logs_are_read(seed, damage):
     assert found.progress is None or found.progress >= 0
 
 
+@pytest.mark.parametrize("line", [b"0001-01-01T00:00:00Z Load", b'{"log": "half \\ud83d"}', b'{"log":' * 9999 + b"}"])
+def test_what_cannot_be_a_time_or_a_text_is_passed_over(line):
+    stamped = b"2026-11-29T19:59:41Z [2026-11-29 11:59:41] server_args=ServerArgs(model_path='small')"
+    found = watch.watch([stamped, line, b"[2026-11-29 11:59:45] Load weight begin. avail mem=78.00 GB", b"RuntimeError: " + line])
+    assert (found.stage, found.elapsed_s) == ("weights", 4) and str(found).encode() and found._repr_html_().encode()
+
+
 def test_time_that_runs_backwards_adds_nothing():
     rows = sglang("0.5.12").rows
     place = len(rows) // 2
