@@ -418,7 +418,7 @@ def leave_out(
     table = pd.concat(rows, ignore_index=True)
     return table.assign(error=table.predicted_s / table.step_s - 1, cost_error=table.predicted_cost / table.cost - 1)
 
-# %% ../nbs/62_stepcost.ipynb #27b7b150
+# %% ../nbs/62_stepcost.ipynb #e07578b5
 def _cells(model: StepCost, batches, num_drafts) -> pd.DataFrame:
     "The batch sizes and K that are asked for, and whether they lie beyond what was measured."
     least, most = model.points.batch.min(), model.points.batch.max()
@@ -445,7 +445,7 @@ def break_even(
     return cells.assign(accept_len=costs[0], low=low, high=high, rate=rates, possible=costs[0] <= cells.num_draft + 1)[
         ["batch", "num_draft", "accept_len", "low", "high", "rate", "possible", "beyond"]]
 
-# %% ../nbs/62_stepcost.ipynb #42e1437d
+# %% ../nbs/62_stepcost.ipynb #cda3b725
 def _length_draws(acceptance, num_drafts, draws: int, seed: int) -> np.ndarray:
     "Accept lengths (1 + draws, cells), the given one first."
     lengths = np.array([accept_length(acceptance, num_draft) for num_draft in num_drafts])
@@ -480,7 +480,7 @@ def speedups(
     return cells.assign(accept_len=lengths[0], cost=lengths[0] / gains[0], speedup=gains[0], low=low, high=high, verdict=_verdicts(low, high))[
         ["batch", "num_draft", "accept_len", "cost", "speedup", "low", "high", "verdict", "beyond"]]
 
-# %% ../nbs/62_stepcost.ipynb #f517e40b
+# %% ../nbs/62_stepcost.ipynb #ad768c75
 def best_num_draft(
     model: StepCost,
     acceptance,       # as for `speedups`
@@ -503,7 +503,7 @@ def best_num_draft(
         rows.append((batch, int(drafts[best]), table[0, best], low[0], high[0], sure, ", ".join(map(str, drafts[rivals]))))
     return pd.DataFrame(rows, columns=["batch", "num_draft", "speedup", "low", "high", "sure", "as_good"])
 
-# %% ../nbs/62_stepcost.ipynb #01d57bb1
+# %% ../nbs/62_stepcost.ipynb #b3556d8b
 def stops_paying(
     model: StepCost,
     acceptance,       # as for `speedups`
@@ -525,7 +525,7 @@ def stops_paying(
         rows.append((num_draft, first, last, low, high, bool(len(where) and len(where) == where[-1] - where[0] + 1)))
     return pd.DataFrame(rows, columns=["num_draft", "first_batch", "last_batch", "low", "high", "unbroken"])
 
-# %% ../nbs/62_stepcost.ipynb #71467f8e
+# %% ../nbs/62_stepcost.ipynb #e623ac9c
 def plot_break_even(
     table: pd.DataFrame,          # as `break_even` gives it
     acceptance=None,              # of a drafter, as for `accept_length`: drawn beside the line of each K
@@ -548,7 +548,7 @@ def plot_break_even(
     ax.legend(loc="best")
     return ax
 
-# %% ../nbs/62_stepcost.ipynb #26e0bb18
+# %% ../nbs/62_stepcost.ipynb #fa6deb4e
 def surface(
     model: StepCost,
     acceptances,      # a list of conditional rates, or a dict of names and what `speedups` takes
@@ -588,7 +588,7 @@ def _draw_panel(ax, rows: pd.DataFrame, colors, norm):
     ax.grid(False)
     return image
 
-# %% ../nbs/62_stepcost.ipynb #3b6c07ee
+# %% ../nbs/62_stepcost.ipynb #21ece14e
 def plot_surface(
     table: pd.DataFrame,  # as `surface` gives it
     axes=None,            # one matplotlib Axes a panel; None makes a figure

@@ -144,7 +144,7 @@ def test_intervals_hold_the_truth():
     machine = {"weights": 0.010, "experts": 0.03, "requests": 2e-5, "tokens": 1e-4, "draft": 5e-4, "speculation": 1e-3, "sharpness": 2.0}
     cells = pd.DataFrame([(b, k) for b in (1, 8, 48) for k in (2, 5)], columns=["batch", "num_draft"])
     truth, held = costs(machine, cells), []
-    for seed in range(25):
+    for seed in range(15):
         table = stepcost.break_even(stepcost.fit(sweep(machine, 0.02, seed), 384, 8, draws=60, seed=seed), [1, 8, 48], [2, 5])
         held.append((table.low <= truth) & (truth <= table.high))
     assert 0.85 <= np.mean(held) <= 1.0, np.mean(held)  # the sharpness is found, too: 2 is among those that are tried
@@ -281,3 +281,15 @@ def test_cost_where_accept_length_was_counted():
     length = 1 + 63_669 / 43_221
     many, one = (stepcost.implied_cost(length, gain, 6) for gain in (215.84 / 133.24, 382.29 / 224.20))
     assert length == pytest.approx(2.473, abs=1e-3) and one == pytest.approx(1.45, abs=0.01) and many == pytest.approx(1.53, abs=0.01)
+
+
+# measured steps
+
+@pytest.mark.parametrize("target,experts", [("moe", (64, 4)), ("dense", (None, None))])
+@pytest.mark.parametrize("by", ["point", "batch", "num_draft"])
+def test_real_steps_are_predicted_within_a_tenth(root, target, experts, by):
+    steps = pd.read_csv(root / "outputs" / "reference" / "stepcost" / "steps.csv")  # benchmarks/stepcost.py, one CPU thread
+    points = steps[steps.target == target].groupby(["batch", "num_draft"], as_index=False).step_s.median()
+    held = stepcost.leave_out(points, by, *experts)
+    assert held[~held.beyond].error.abs().mean() < 0.06
+    assert held[~held.beyond].error.abs().max() < (0.10 if target == "moe" else 0.25)  # the dense model's kernels jump: see the notebook
