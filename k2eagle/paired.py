@@ -226,7 +226,9 @@ def ratios(
     together: bool = False,         # shall all rows hold together? widens each interval
 ) -> pd.DataFrame:                  # source, load, ratio, low, high, pairs, smallest, verdict; findings in .attrs
     "Compare every configuration with the baseline at every load."
-    runs, rows, findings = _checked_runs(frame, value, baseline, config, repeat, load), [], []
+    runs, rows = _checked_runs(frame, value, baseline, config, repeat, load), []
+    findings = [Finding("baseline-missing", "warning", f"load {level}", f"{baseline!r} was not run at this load, so nothing is compared there", fix="run it there, too")
+                for level, own in runs.groupby(load) if baseline not in set(own[config])]
     cases = [(name, level, wide[[name, baseline]].dropna(how="all"))
              for level, own in runs.groupby(load) for wide in [own.pivot(index=repeat, columns=config, values=value)]
              for name in wide.columns if name != baseline and baseline in wide]

@@ -85,9 +85,24 @@ def cost_per_draft(
     low, high = paired.mean_interval(slopes)
     return dict(slope=float(np.mean(slopes)), low=low, high=high, workloads=len(slopes))
 
-# %% ../nbs/62_stepcost.ipynb #f1a2ec7b
+# %% ../nbs/62_stepcost.ipynb #465758ce
+def _drafts_and_lengths(frame: pd.DataFrame) -> tuple:
+    "K and accept length of each run, or a refusal: a run of unknown K must not pass for a plain one."
+    plain = (frame.num_draft == 0) | (frame.num_draft.isna() & (frame["speculative"].eq(False) if "speculative" in frame else False))
+    unknown = frame.index[frame.num_draft.isna() & ~plain]
+    if len(unknown):
+        raise ValueError(f"row {unknown[0]}: K is not told; expected num_draft, 0 for a plain run: fill in what the server was started with")
+    drafts = frame.num_draft.where(~plain, 0).astype(int)
+    lengths = pd.to_numeric(frame.accept_len).mask(plain & frame.accept_len.isna(), 1.0).astype(float)
+    wrong = frame.index[~((lengths >= 1) & (lengths <= drafts + 1 + 1e-9))]
+    if len(wrong):
+        raise ValueError(f"row {wrong[0]}: accept length {lengths[wrong[0]]} with K = {drafts[wrong[0]]}; expected 1 to K + 1: "
+                         "a speculative run needs the engine's own accept length, bonus included")
+    return drafts, lengths
+
+
 def step_times(
-    frame: pd.DataFrame,   # concurrency, num_draft (0 or missing: plain), accept_len, and tpot_ms_mean or output_tok_s
+    frame: pd.DataFrame,   # concurrency, num_draft (0: plain), accept_len, and tpot_ms_mean or output_tok_s
     clock: str = "tpot",   # 'tpot', or 'throughput', which has the prefill in it
 ) -> pd.DataFrame:         # batch, num_draft, step_s, accept_len, and the frame's repeat
     "Turn a table of runs into step times."
@@ -95,12 +110,7 @@ def step_times(
     missing = {"concurrency", "num_draft", "accept_len", column} - set(frame)
     if column is None or missing:
         raise ValueError(f"clock {clock!r}, columns {sorted(map(str, missing))} are missing of {list(frame)}; expected 'tpot' or 'throughput', and its columns")
-    drafts = frame.num_draft.fillna(0).astype(int)
-    lengths = frame.accept_len.where(drafts > 0, 1.0).astype(float)
-    wrong = frame.index[~((lengths >= 1) & (lengths <= drafts + 1 + 1e-9))]
-    if len(wrong):
-        raise ValueError(f"row {wrong[0]}: accept length {lengths[wrong[0]]} with K = {drafts[wrong[0]]}; expected 1 to K + 1: "
-                         "a speculative run needs the engine's own accept length, bonus included")
+    drafts, lengths = _drafts_and_lengths(frame)
     seconds = frame[column] / 1000 * lengths if clock == "tpot" else frame.concurrency * lengths / frame[column]
     table = pd.DataFrame({"batch": frame.concurrency, "num_draft": drafts, "step_s": seconds, "accept_len": lengths})
     return table.assign(repeat=frame["repeat"]) if "repeat" in frame else table
@@ -126,7 +136,7 @@ def _checked_points(points: pd.DataFrame) -> pd.DataFrame:
 def measured_cost(
     points: pd.DataFrame,       # batch, num_draft, step_s, repeat; K = 0 among them
     confidence: float = 0.95,
-) -> pd.DataFrame:              # batch, num_draft, cost, low, high, pairs
+) -> pd.DataFrame:              # batch, num_draft, cost, low, high, pairs; findings in .attrs
     "Step cost of each batch and K, from pairs."
     points = _checked_points(points)
     if "repeat" not in points:
