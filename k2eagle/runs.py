@@ -635,21 +635,27 @@ def describe(
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)) for row in rows]
     return "\n  ".join([name, *lines])
 
+# %% ../nbs/90_runs.ipynb #a1say002
+def _say(name, folder):
+    "Print what a run found; the exit status that its report asks for."
+    report = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
+    place = _spell(folder) if folder.is_relative_to(project_root()) else folder  # in a terminal, paths are there to be opened
+    print(*filter(None, [report.get("verdict"), *report.get("next", []), f"{name} finished; results in {place}"]), sep="\n")
+    return report.get("exit_code", 0)
+
 # %% ../nbs/90_runs.ipynb #bf42a8e5
 def main(
     words: list[str] | None = None,  # command line without the program; None = that of the process
-) -> int:                            # exit status: 0 finished, 1 failed, 2 not started
+) -> int:                            # exit status: 0 finished, 1 failed or found what it was to find wrong, 2 not started
     "Run a notebook from the command line."
     parser = _options()
     options = parser.parse_args(words)
     try:
         if options.list or not options.name:
-            print("\n\n".join(describe(name) for name in names()) or "no run notebooks found under nbs/runs")
+            print("\n\n".join(describe(name) for name in [options.name] * bool(options.name) or names()) or "no run notebooks found under nbs/runs")
             return 0 if options.list else 2
         params = _read_parameters(options.file, options.pairs)
-        folder = run(options.name, options.out, options.fresh, options.verbose, **params)
-        print(f"{Path(options.name).stem} finished; results in {_spell(folder)}")
-        return 0
+        return _say(Path(options.name).stem, run(options.name, options.out, options.fresh, options.verbose, **params))
     except RunError as error:
         print(error, file=sys.stderr)
         return 1
