@@ -60,6 +60,8 @@ BUILDING_S = 600.0    # and while it compiles or takes memory, or where that can
 
 def _limits(own: dict | None) -> dict:  # own: stage to `Limit`, for those that differ
     "The limits of every stage."
+    if not isinstance(own, dict | None):
+        raise ValueError(f"limits {own!r:.60}; expected a dict of stage and `Limit`")
     wrong = [name for name, limit in (own or {}).items() if name not in STAGES or not isinstance(limit, Limit)]
     if wrong:
         raise ValueError(f"limits for {', '.join(map(str, wrong))}; expected a `Limit` each, for some of {', '.join(STAGES)}")
@@ -159,12 +161,16 @@ class Sampler:
     def _gpu_bytes(self, now: float) -> int | None:
         "Memory in use on the GPUs; asked for every ten seconds, it is slow."
         if self.smi and now - self.gpu_at > 10:
-            asked = subprocess.run([self.smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30)
+            try:
+                asked = subprocess.run([self.smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30)
+            except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: watch on without it
+                self.smi, self.gpu = None, None
+                return None
             numbers = [int(row) for row in asked.stdout.split() if row.isdigit()]
             self.gpu, self.gpu_at = sum(numbers) << 20 if numbers else None, now
         return self.gpu
 
-
+# %% ../nbs/53_watch.ipynb #23cc04fd
 def _rss(pid: int) -> int:
     "Memory in use by a process."
     try:

@@ -413,6 +413,17 @@ def test_a_process_that_vanishes_is_dead():
     assert watch.watch(pid=child.pid).exit_code == 1
 
 
+@pytest.mark.parametrize("broken", ["#!/nowhere/sh\n", "#!/bin/sh\nexec sleep 60\n"])
+def test_a_gpu_tool_that_fails_or_hangs_ends_no_watch(broken, tmp_path, monkeypatch):
+    tool, run = tmp_path / "nvidia-smi", subprocess.run
+    tool.write_text(broken)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(watch.subprocess, "run", lambda *words, **more: run(*words, **{**more, "timeout": 0.2}))
+    sampler = Sampler(os.getpid())
+    assert sampler.smi == str(tool) and sampler().gpu_bytes is None and sampler().alive and sampler.smi is None
+
+
 def test_children_count_as_the_server():
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
