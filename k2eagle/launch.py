@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,13 @@ def _refuse(planned: LaunchPlan, anyway: bool):
         said = "; ".join(f"{finding.code}: {finding.message}" for finding in errors)
         raise ValueError(f"this plan holds {len(errors)} error{'s' * (len(errors) > 1)}, so nothing was started: {said}; change the plan, or say anyway=True")
     host, port = address(planned)
-    with socket.socket() as asking:
-        asking.settimeout(2)
-        if asking.connect_ex((host, port)) == 0:
-            raise ValueError(f"something answers on {host}:{port} already, so nothing was started; stop it, or plan another port")
+    try:
+        socket.create_connection((host, port), 2).close()
+    except socket.gaierror as error:
+        raise ValueError(f"host {host!r} is no address here ({error.strerror}), so nothing was started; plan 127.0.0.1, or 0.0.0.0 where others are to reach it") from None
+    except OSError:  # nobody listens
+        return
+    raise ValueError(f"something answers on {host}:{port} already, so nothing was started; stop it, or plan another port")
 
 # %% ../nbs/58_launch.ipynb #bdf1fb1e
 @dataclass
@@ -89,7 +93,8 @@ class Server:
     @property
     def url(self) -> str:
         "Where it answers once it is ready."
-        return "http://{}:{}".format(*address(self.plan))
+        host, port = address(self.plan)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def exit_code(self) -> int | None:  # None while it runs; below 0: ended by that signal
@@ -119,6 +124,20 @@ class Server:
         return f"{self.plan.engine} {self.plan.version} at {self.url}: {state}, process {self.process.pid}, log {portable(self.log)}"
 
 # %% ../nbs/58_launch.ipynb #d13d773a
+def _make_room(log: Path) -> Path:
+    "Put an older log aside, and see that a new one can be written."
+    if log.is_dir():
+        raise ValueError(f"{portable(log)} is a folder, so nothing was started; expected the path of a log: give a file in it")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_name(f"{log.stem}.before{log.suffix}"))
+        log.touch()
+    except OSError as error:
+        raise ValueError(f"{portable(log)} cannot be written ({error.strerror}), so nothing was started; give another place for the log") from None
+    return log
+
+
 def start(
     planned: LaunchPlan,    # from `plan`
     log: str | Path = "server.log",  # both streams of the server
@@ -127,10 +146,7 @@ def start(
 ) -> Server:                # it is loading now: `Server.show` tells how far it is
     "Start the server of a plan."
     _refuse(planned, anyway)
-    log = Path(log)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    if log.exists():
-        log.replace(log.with_name(f"{log.stem}.before{log.suffix}"))
+    log = _make_room(Path(log))
     try:
         process = jobs.spawn(list(planned.command), log, planned.env, outlive)
     except OSError as error:
@@ -153,7 +169,10 @@ def bring_up(
     except BaseException:  # interrupted too: nobody would know of it any more
         server.stop()
         raise
-    if not keep or server.exit_code is not None:
+    if status.state == "failed":  # its log says so before its process ends
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(10)
+    if not keep or server.exit_code is not None:  # what it started may still be there
         server.stop()
     return server, status
 

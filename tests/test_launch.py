@@ -3,15 +3,18 @@
 Run: pytest tests/test_launch.py (about 3 minutes on two quiet cores)
 """
 import os
+import re
 import signal
+import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from engine_server import free_port
 from record_startups import unknown_architecture
 
-from k2eagle import runs
+from k2eagle import launch, runs
 from k2eagle.plan import plan
 from k2eagle.watch import probe
 
@@ -68,6 +71,29 @@ def test_a_plan_for_another_machine_needs_no_engine(tmp_path):
     results = launched(tmp_path, engine="vllm", gpus="8x H100 80GB sm90 nvlink", dry_run=True, settings={"tp": 1})
     assert results["report"]["verdict"] == f"vllm {plan('default', 'vllm', gpus='1x H100 80GB').version} was not started: dry run"
     assert "--tensor-parallel-size" not in results["plan"]["command"] or "--tensor-parallel-size 1" in results["plan"]["command"]
+
+
+FAILING = """
+import subprocess, sys, time
+print("[2026-11-29 19:59:41] server_args=ServerArgs(model_path='small')", flush=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+print("[2026-11-29 19:59:42] Scheduler hit an exception: Traceback (most recent call last):\\nRuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\\n", flush=True)
+time.sleep(1.5)
+sys.exit(1)
+"""
+
+
+def test_a_server_that_says_it_failed_and_ends_later_leaves_no_child(tmp_path):
+    planned = plan("default", "sglang", device="cpu", port=free_port())
+    failing = replace(planned, command=(sys.executable, "-c", FAILING, *planned.command[-4:]))
+    server, status = launch.bring_up(failing, tmp_path / "server.log", every_s=0.1)
+    child = re.search(r"child (\d+)", server.log.read_text())[1]
+    assert (status.state, server.exit_code) == ("failed", 1) and launch.why(server)[0].code == "pool-does-not-fit"
+    until = time.monotonic() + 5
+    while "time.sleep(600)" in command_of(child):
+        assert time.monotonic() < until, "the child is still there"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("parameters", "said"), [
