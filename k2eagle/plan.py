@@ -132,8 +132,10 @@ def _sizes_of_config(outer: dict, weight_bytes: int | None, name: str) -> Sizes:
     shape = _shape_of(config, name)
     dtype = next(filter(None, (level.get(key) for level in (config, outer) for key in ("dtype", "torch_dtype"))), "bfloat16")
     whole, kv = _whole_of_config(config, shape, _WIDTHS.get(dtype, 2))
-    method = (config.get("quantization_config") or outer.get("quantization_config") or {}).get("quant_method")
-    return Sizes(path=outer.get("_name_or_path") or name, arch=names[0], dtype=dtype, quantization=method, vision=_vision(outer),
+    packing = config.get("quantization_config") or outer.get("quantization_config") or {}
+    if not isinstance(packing, dict):
+        raise ValueError(f"{name} has quantization_config {packing!r:.60}; expected a dict with quant_method; complete config.json")
+    return Sizes(path=outer.get("_name_or_path") or name, arch=names[0], dtype=dtype, quantization=packing.get("quant_method"), vision=_vision(outer),
                  weight_bytes=int(weight_bytes), whole_bytes=whole, kv_proj_bytes=kv, basis="config", **shape)
 
 # %% ../nbs/57_plan.ipynb #2577f131
@@ -159,6 +161,8 @@ def sizes(
         return target
     if isinstance(target, dict):
         return _sizes_of_config(target, weight_bytes, "the config")
+    if not isinstance(getattr(target, "path", target), str | Path):
+        raise ValueError(f"target {target!r:.60}; expected 'default', a checkpoint's folder, or config.json as a dict")
     folder = Path(getattr(target, "path", target))
     if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):  # a plan for weights that are elsewhere
         return _sizes_of_config(read_json(folder / "config.json"), weight_bytes, str(folder))
@@ -197,6 +201,8 @@ def draft(
     drafter,    # a checkpoint's folder, or config.json as a dict
 ) -> Draft:
     "Read what a plan must know about a drafter."
+    if not isinstance(drafter, str | Path | dict):
+        raise ValueError(f"drafter {drafter!r:.60}; expected a checkpoint's folder, or config.json as a dict")
     if isinstance(drafter, dict):
         layout, broken = lint.Layout(Path(drafter.get("_name_or_path") or "drafter"), drafter, {}, "transformer_layer_config" in drafter), []
     else:
@@ -210,6 +216,9 @@ def draft(
     for name in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_key_value_heads", "head_dim"):
         _optional(config, name, "the drafter")
     latent = _positive(config, "kv_lora_rank", "the drafter") + _positive(config, "qk_rope_head_dim", "the drafter") if case.mla else None
+    if case.mla:
+        for name in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            _positive(config, name, "the drafter")
     weights, embed, basis = _draft_sizes(layout, case)
     depth, kv_heads, width = (_optional(config, name, "the drafter") for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     return Draft(str(layout.folder), layout, depth or 1, kv_heads or heads, width or max(1, hidden // heads), latent, weights, embed, basis)
@@ -1048,6 +1057,7 @@ def _make_case(engine, version, target, drafter, where, purpose, settings: dict,
     "Put a case together; what is not set follows from the purpose."
     reach = target.max_positions
     plain = dict(context=min(reach, 2048 if not where.count else 8192), requests=PURPOSES[purpose], num_steps=3, topk=1)
+    _check_settings(settings)  # before anything is computed from them
     values = {**plain, **settings}
     values["draft_tokens"] = settings.get("draft_tokens") or (values["num_steps"] + 1 if values["topk"] == 1 else values["num_steps"] * values["topk"])
     for name in left & {"requests", "fraction", "chunk", "graph_batch", "pool_tokens", "page"}:
@@ -1448,6 +1458,11 @@ def _check_request(engine: str, purpose: str, port, settings: dict, arguments: d
         raise ValueError(f"port {port!r}; expected a whole number from 1 to 65535")
     if purpose not in PURPOSES:
         raise ValueError(f"purpose {purpose!r}; expected one of {', '.join(PURPOSES)}")
+    for name, given in (("settings", settings), ("arguments", arguments), ("assumed", assumed)):
+        if not isinstance(given, dict):
+            raise ValueError(f"{name} {given!r:.60}; expected a dict of names and values")
+    if where := [name for name in ("host", "port") if name in arguments]:
+        raise ValueError(f"{where[0]} stands among the arguments; give it to the plan itself, which must know where to ask: {where[0]}=")
     allowed = [*NAMES["sglang"], "graph_batch"]
     for given, names, what in ((settings, allowed, "setting"), (assumed, ASSUMED, "assumption")):
         if unknown := [name for name in given if name not in names]:

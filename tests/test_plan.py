@@ -191,6 +191,15 @@ def test_bad_input_is_refused_with_its_reason():
         plan.plan(DENSE, "sglang", gpus=CARDS, weight_bytes=1e9, arguments={"mem_fraction_static": 90})
     with pytest.raises(FileNotFoundError, match="is not there"):
         plan.plan(DENSE, "sglang", gpus=CARDS, weight_bytes=1e9, drafter="nowhere/at/all")
+    with pytest.raises(ValueError, match="port stands among the arguments"):  # it was left out without a word
+        plan.plan(DENSE, "sglang", gpus=CARDS, weight_bytes=1e9, arguments={"port": 31000})
+    for odd, said in ({"num_steps": "3"}, "num_steps is .3."), ({"arguments": [1]}, "arguments"), ({"assumed": 0.5}, "assumed"), ({"drafter": 5}, "drafter 5"), ({"target": []}, "target"):
+        with pytest.raises(ValueError, match=f"{said}.*expected"):
+            plan.plan(**{"target": DENSE, "gpus": CARDS, "weight_bytes": 1e9, **odd})
+    with pytest.raises(ValueError, match="quantization_config 3; expected"):
+        plan.plan({**DENSE, "quantization_config": 3}, gpus=CARDS, weight_bytes=1e9)
+    with pytest.raises(ValueError, match="q_lora_rank None; expected a whole number"):
+        plan.plan(DENSE, gpus=CARDS, weight_bytes=1e9, drafter={**DENSE, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64})
     newer = plan.plan(DENSE, "sglang", "0.9.0", CARDS, weight_bytes=1e9)
     assert codes(newer)[0] == "engine-newer" and newer.version == str(layers.NEWEST["sglang"])
 
