@@ -567,7 +567,8 @@ _PROCESSES_2 = (
             "sglang 0.5.23, entrypoints/http_server.py; requests", "inferred",
             near=r"warmup|127\.0\.0\.1|localhost|(?i:http_server)", refines=("warm-up-failed",)),
     Failure("stopped-from-outside", "both", "",
-            (r"KeyboardInterrupt(?:: terminated)?\s*$", r"SIGTERM received\.", "Received signal 15"),
+            (r"KeyboardInterrupt(?:: terminated)?\s*$", r"SIGTERM received\.", "Received signal 15",
+             r".*EngineCore: trigger received signal=SIG(?:TERM|INT)"),
             "The start was ended from outside (Ctrl-C, a supervisor, a liveness probe); the log shows no fault of the server before that.",
             "let it load: loading is silent for minutes; raise the probe's initialDelaySeconds (Kubernetes: use a startupProbe) or "
             "TimeoutStartSec (systemd)",
@@ -615,6 +616,12 @@ _DEATHS = (
 
 # %% ../nbs/52_failures.ipynb #78b656fd
 _DEATHS_2 = (
+    Failure("heap-corrupted", "both", "",
+            (r"corrupted size vs\. prev_size", r"double free or corruption", r"(?:free|malloc|realloc|munmap_chunk)\(\): ", r"corrupted double-linked list",
+             r"malloc_consolidate\(\): ", r"munmap_chunk\(\): "),
+            "A process wrote where it must not, and the C library ended it.",
+            "run k2eagle.lint: a drafter of another hidden size makes vLLM read past its states; then start without the drafter; then with another attention backend",
+            "glibc, malloc/malloc.c; vllm 0.32.0 on a CPU with a drafter of hidden size 512 for 576", "run", kind="death"),
     Failure("rank-aborted", "both", "",
             (r"(?:RuntimeError: )?Rank (?P<rank>\d+) scheduler died during initialization \(exit code: -6\)", r"Exit code: -6\s*$",
              r"(?:Subprocess|Worker proc|Engine core proc) (?P<name>\S+).*(?:crashed with|died unexpectedly).*exit code:? -6\b",
@@ -730,7 +737,7 @@ _CONSEQUENCES = (
 _CONSEQUENCES_2 = (
     Failure("worker-failed", "vllm", "",
             ("(?:Exception: )?WorkerProc (?:initialization failed|failed|hit an exception)", "(?:RuntimeError: )?Worker failed with error",
-             r"(?:Ray)?Worker ?[Pp]roc \S+ died unexpectedly", r"Exception in worker \w+ while processing method"),
+             r"(?:Ray)?Worker ?[Pp]roc \S+ died unexpectedly", r"Exception in worker \w+ while processing method", "RuntimeError: cancelled"),
             "A worker ended, or handed an exception on.",
             "",
             "vllm 0.32.0, v1/executor/multiproc_executor.py", "read", kind="consequence"),
@@ -948,7 +955,7 @@ def _collect(source) -> tuple:  # starts, number of lines
             start.nodes.add(line.node)
         if not start.ready and _READY.match(line.text) and ("fired" in line.text or start.engine != "sglang"):
             start.ready = line.number
-        if line.level in ("DEBUG", "INFO", "WARNING"):
+        if line.level in ("DEBUG", "INFO", "WARNING") and "trigger received signal" not in line.text:
             continue
         if hit := _hit(line, frames):
             start.hits.append(hit)

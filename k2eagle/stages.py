@@ -142,6 +142,7 @@ _FATAL = [Marker("sglang", "0.4.6-0.5.23", key, "", "fatal", source) for key, so
     ("sglang", "0.4.6-0.5.23", "SIGTERM received", "stop", "managers/tokenizer_manager.py"),
     ("sglang", "0.4.6-0.5.23", "Gracefully exiting", "stop", "managers/tokenizer_manager.py"), ("both", "any", "Application shutdown complete", "stop", "uvicorn"),
     ("vllm", "0.9.2-0.32.0", "Shutting down FastAPI HTTP server", "stop", "entrypoints/launcher.py"),
+    ("vllm", "0.32.0", "[shutdown] EngineCore: trigger received signal", "stop", "v1/engine/core.py"),
     ("sglang", "0.5.23", "kill_process_tree called", "over", "utils/common.py"),
     ("vllm", "0.22.1-0.32.0", "Parent process exited", "over", "v1/executor/multiproc_executor.py"),
 )]

@@ -390,7 +390,8 @@ def _note(watcher: Watcher, event: Event):
     "Take one event."
     start = watcher.start
     if event.edge in ENDS:
-        start.end = event if start.end is None or event.edge == "fatal" != start.end.edge else start.end
+        asked = start.end is not None and re.search("SIGTERM|signal", start.end.text)  # all that follows a signal follows from it
+        start.end = event if start.end is None or event.edge == "fatal" != start.end.edge and not asked else start.end
         return
     if event.rank is not None:
         _note_rank(start, event, watcher.now)

@@ -118,6 +118,20 @@ def test_what_a_killed_server_leaves_is_judged_by_its_exit_code():
     assert errors(begun() + READY, exit_code=143) == [] and errors(begun() + READY, exit_code=0) == []
 
 
+def test_a_vllm_that_was_told_to_stop_has_not_failed():
+    "As vLLM 0.32.0 logs a SIGTERM to its process group while it serves: its client calls the engine dead."
+    said = vllm_begun() + "INFO:     Application startup complete.\n" + "".join(f"({process}) {level} 01-04 01:03:00 [{where}] {text}\n" for process, level, where, text in (
+        ("EngineCore pid=71", "INFO", "core.py:1454", "[shutdown] EngineCore: trigger received signal=SIGTERM"),
+        ("APIServer pid=70", "WARNING", "utils.py:648", "[shutdown] Process manager: force killing remaining processes count=1"),
+        ("APIServer pid=70", "ERROR", "async_llm.py:906", "AsyncLLM output_handler failed."),
+        ("APIServer pid=70", "ERROR", "async_llm.py:906", "Traceback (most recent call last):"),
+        ("APIServer pid=70", "ERROR", "async_llm.py:906", "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for "
+         "the root cause.")))
+    assert errors(said) == []
+    watched = watch.watch(said)
+    assert (watched.state, watched.basis) == ("failed", "the server was told to stop") and not [f for f in watched.findings if f.severity == "error"]
+
+
 @pytest.mark.parametrize("line", [
     "[2026-01-04 01:03:00] ERROR: a request was refused",
     "ERROR 01-04 01:03:00 [serving.py:9] Error with model: this model's maximum context length is 4096 tokens",
