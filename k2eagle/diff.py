@@ -305,7 +305,7 @@ def _opening(names: tuple, boundaries: pd.DataFrame, findings: list, measured: b
         return f"{both} do not hold the same hidden states: {errors[0].message}; {words}"
     if not boundaries.rel_l2_max.any():
         return f"{both} hold the same hidden states, bit by bit"
-    if agreed:
+    if agreed or any(f.code == "agreement" for f in findings):  # the diagnosis judges by the median at every boundary
         return f"{both} hold the same hidden states to within noise: {words}"
     causes = [f.message for f in findings if f.severity == "warning" and not f.code.startswith(_ABOUT_THE_COMPARISON)]
     return f"{both} differ: {words}" + (f"; {causes[0]}" if causes else "")
