@@ -128,7 +128,7 @@ def _sizes_of_config(outer: dict, weight_bytes: int | None, name: str) -> Sizes:
     if not isinstance(names, list) or not names:
         raise ValueError(f"{name} has architectures {names!r}; expected a list with one name: it decides which rules apply; complete config.json")
     if not isinstance(weight_bytes, int | float) or isinstance(weight_bytes, bool) or not 0 < weight_bytes < 1e15:
-        raise ValueError(f"weight_bytes is {weight_bytes!r}; expected the bytes of all weight files together, as a config does not tell them")
+        raise ValueError(f"weight_bytes is {weight_bytes!r}; expected the bytes of all weight files of the target, which its config does not tell, as in weight_bytes=547e9")
     shape = _shape_of(config, name)
     dtype = next(filter(None, (level.get(key) for level in (config, outer) for key in ("dtype", "torch_dtype"))), "bfloat16")
     whole, kv = _whole_of_config(config, shape, _WIDTHS.get(dtype, 2))
@@ -207,7 +207,7 @@ def draft(
         layout, broken = lint.Layout(Path(drafter.get("_name_or_path") or "drafter"), drafter, {}, "transformer_layer_config" in drafter), []
     else:
         layout, broken = lint.read_layout(drafter)
-    if broken := [finding for finding in broken if finding.severity == "error"]:
+    if broken := [finding for finding in broken if finding.severity == "error" and finding.code != "no-weights"]:  # a config is enough for a plan
         raise ValueError(f"the drafter cannot be read: {broken[0].message}; {broken[0].fix}")
     config, case = layout.config, lint.Case(layout, ())
     heads, hidden = _positive(config, "num_attention_heads", "the drafter"), _positive(config, "hidden_size", "the drafter")

@@ -2,6 +2,7 @@
 
 Run: pytest tests/test_launch.py (about 3 minutes on two quiet cores)
 """
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from dataclasses import replace
 import pytest
 from engine_server import free_port
 from record_startups import unknown_architecture
+from test_plan import KIMI, WIDE_HEAD
 
 from k2eagle import launch, runs
 from k2eagle.plan import plan
@@ -32,7 +34,7 @@ def test_a_server_that_is_kept_answers_and_dies_with_its_group(engine_python, tm
     report = results["report"]
     group = None
     try:
-        assert report["state"] == "ready" and report["running"] and report["url"].endswith(str(port)), report
+        assert report["state"] == "ready" and report["running"] and report["url"].endswith(str(port)) and report["exit_code"] == 0, report
         assert probe(report["url"])[0] is None  # the run and its kernel are over, the server is not
         group = next(int(entry) for entry in os.listdir("/proc") if entry.isdigit() and str(port) in command_of(entry) and os.getpgid(int(entry)) == int(entry))
         assert list(results["stages"].stage)[-1] in ("warm-up", "ready") and results["reasons"].why.notna().all()
@@ -65,6 +67,19 @@ def test_a_broken_drafter_is_named_before_and_after_the_start(engine_python, tmp
     assert (report["state"], report["causes"][0], report["running"]) == ("failed", "drafter-architecture-unknown", False), report
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+
+
+def test_a_launch_is_planned_from_configs_alone(tmp_path):
+    for name, config in (("target", KIMI), ("drafter", WIDE_HEAD)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    results = launched(tmp_path, target=str(tmp_path / "target"), drafter=str(tmp_path / "drafter"), dry_run=True, settings={"weight_bytes": 547e9},
+                       gpus="8x RTX PRO 6000 96GB sm120 pcie", version="0.5.12")
+    report = results["report"]
+    assert report["fits"] and report["cache_tokens"] > 10_000 and report["exit_code"] == 0
+    assert {"draft-outside", "pcie"} <= set(results["plan_findings"].code) and "port" not in set(results["preflight"].check)
+    script = (tmp_path / "out" / "launch.sh").read_text()
+    assert f"--model-path {tmp_path / 'target'}" in script.replace("\\\n ", "") and "--speculative-algorithm EAGLE3" in script
 
 
 def test_a_plan_for_another_machine_needs_no_engine(tmp_path):
