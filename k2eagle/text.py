@@ -475,12 +475,13 @@ def _ids(tokenizer, text: str) -> list:
 
 def prompt_tokens(
     tokenizer,  # with a chat template
-    text: str,  # the user's message; not blank
+    text: str | list,  # the user's message, not blank; or {"role", "content"} turns up to the answer
 ) -> list[int]:  # token ids up to where the answer begins
-    "Render one user message with the generation prompt and tokenize it."
-    if not text.strip():
+    "Render a message, or a conversation, with the generation prompt and tokenize it."
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if not messages or not all(str(message.get("content") or "").strip() for message in messages):
         raise ValueError("the prompt is blank; expected a message; drop empty prompts from the list")
-    return _ids(tokenizer, _render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True))
+    return _ids(tokenizer, _render(tokenizer, messages, generation_prompt=True))
 
 # %% ../nbs/12_text.ipynb #bdaecaaf
 @dataclass(frozen=True)
