@@ -72,6 +72,20 @@ def check_phantom_hang(cells: list, parameters: dict):
     assert said["stuck for (s)"] and max(said["stuck for (s)"].values()) < 60
 
 
+def check_campaign(cells: list, parameters: dict):
+    "The report's numbers give these figures; what K vLLM had moves only vLLM's, and one pair gives no verdict."
+    said, k = claims(cells), parameters.get("vllm_num_draft", 3)
+    assert said["accept length"] == {"vLLM, either drafter": round(1 + 0.15 * k, 3), "SGLang, public drafter": 1.65, "SGLang, own drafter": 1.0}
+    assert said["step cost"] == {"vLLM, either drafter": round((1 + 0.15 * k) / 0.66, 2), "SGLang, public drafter": 1.67, "SGLang, own drafter": 1.56}
+    assert said["one pair"] == "not known" and said["break-even"] == [1.56, 1.67] and said["level with plain vLLM"] == [2.02, 2.31]
+    assert said["speedup"] == {2.0: [1.16, 1.28], 3.0: [1.58, 1.92]} and said["Amdahl"] == [2.06, 1.94]
+    assert said["share of the limit"]["bounds"] == [0, 0.96] and said["peak at most"] == [2264, 2370]
+    models = said["share of the limit"]["models"]
+    assert len(models) == 3 and min(models) < 0.05 and 0.6 < max(models) < 0.7  # the models that fit do not agree: the story's point
+    assert all(length > 3 for length in said["needed at 128"]) and all(20 <= batch < 100 for batch in said["pays up to"][3.0])
+    assert 900 < said["lifted"][0] < said["lifted"][1] < 1200 and len(said["verdicts"]) == 10
+
+
 class Tutorial(NamedTuple):
     "How a tutorial is run small, and what must hold then."
     parameters: dict        # settings of its `parameters` cell
@@ -87,6 +101,7 @@ TUTORIALS = {
                                          draft_vocab_size=1024, served_prompts=8, repaired_in=["sglang"], log_steps=4),
                                     ("sglang",), check_twenty_five_percent),
     "phantom_hang": Tutorial(dict(engines=["vllm"], rule_s=30), (), check_phantom_hang),
+    "campaign": Tutorial(dict(vllm_num_draft=5), (), check_campaign),
 }
 each_tutorial = pytest.mark.parametrize("name", TUTORIALS)
 
