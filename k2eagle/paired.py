@@ -260,6 +260,7 @@ def _draw_ratios(ax, source, rows, look, load: str):
 def plot_speedup(
     table: pd.DataFrame,     # as `ratios` gives it
     ax=None,                 # matplotlib Axes; None makes a figure
+    styles=None,             # source -> keyword arguments for `Axes.plot`; None takes those of `plots.looks`
 ):                           # the Axes
     "Show each configuration's ratio to the baseline against the load, with break-even."
     load, baseline = table.attrs.get("load", "concurrency"), table.attrs.get("baseline", "the baseline")
@@ -269,7 +270,7 @@ def plot_speedup(
         ax = plots.plt.subplots(figsize=(7.5, 4.6), layout="constrained")[1]
     ax.set_xscale("log", base=2)
     groups = list(table.groupby("source", sort=False))
-    styles = plots.looks([source for source, _ in groups])
+    styles = styles or plots.looks([source for source, _ in groups])
     for source, rows in groups:
         _draw_ratios(ax, source, rows.sort_values(load), styles[source], load)
     bottom = min(0.8, 0.95 * np.nanmin(table[["ratio", "low"]]))
