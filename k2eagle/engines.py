@@ -124,7 +124,7 @@ def surroundings(
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
              "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    own = _recipe(engine).settings if device == "cpu" else {}
+    own = {**_recipe(engine).settings, "OMP_WAIT_POLICY": "PASSIVE"} if device == "cpu" else {}  # threads that spin starve their neighbours
     return {**quiet, **{name: os.environ.get(name, value) for name, value in own.items()},
             "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
