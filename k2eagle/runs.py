@@ -139,6 +139,8 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     "engine": ("hf", "vllm", "sglang"), "engines": ("hf", "vllm", "sglang"), "serve_in": ("vllm", "sglang"),
     "draft_sample_method": ("greedy", "probabilistic"),
     "dtype": ("bfloat16", "float32"), "device": ("auto", "cpu", "cuda"),
+    "concurrency": _COUNT, "requests": _COUNT, "requests_each": _COUNT, "request_rates": {"gt": 0}, "limit_s": {"gt": 0},
+    "value": ("output_tok_s", "user_tok_s", "requests_s", "total_tok_s", "tpot_ms_mean"),
     "purpose": ("latency", "throughput", "capture"), "port": {"ge": 1, "le": 65535}, "patience_s": {"gt": 0},
 }
 
