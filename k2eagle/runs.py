@@ -127,7 +127,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
         "prompts", "max_new_tokens", "documents", "max_tokens", "batch_size", "batch_sizes",
         "num_draft", "num_drafts", "ttt_steps", "steps", "batch_tokens", "draft_vocab_size", "eval_every",
         "eval_documents", "save_every", "log_every", "resamples", "repeats", "threads", "tp_size",
-        "batch_documents", "served_prompts", "topk"), _COUNT),
+        "batch_documents", "served_prompts", "topk", "experts", "active"), _COUNT),
     "num_draft_tokens": {"ge": 2},  # the root and a draft
     "chunked_prefill_tokens": {"ge": 0}, "mode": ("prefill", "decode"),
     "heldout": {"ge": 2},  # an interval needs two
@@ -141,7 +141,7 @@ RULES = {  # name -> bounds (ge, gt, le, lt) or the allowed values
     "dtype": ("bfloat16", "float32"), "device": ("auto", "cpu", "cuda"),
     "concurrency": _COUNT, "requests": _COUNT, "requests_each": _COUNT, "request_rates": {"gt": 0}, "limit_s": {"gt": 0},
     "value": ("output_tok_s", "user_tok_s", "requests_s", "total_tok_s", "tpot_ms_mean"),
-    "purpose": ("latency", "throughput", "capture"), "port": {"ge": 1, "le": 65535}, "patience_s": {"gt": 0},
+    "purpose": ("latency", "throughput", "capture"), "clock": ("tpot", "throughput"), "port": {"ge": 1, "le": 65535}, "patience_s": {"gt": 0},
 }
 
 # %% ../nbs/90_runs.ipynb #cf663053
@@ -151,12 +151,16 @@ def _chain_or_tree(topk, num_draft_tokens):
 def _one_server(server, serve_in):
     return not server or len(serve_in) == 1
 
+def _both_or_none(experts, active):
+    return (experts is None) == (active is None) and (experts is None or active <= experts)
+
 def _can_sample_drafts(draft_sample_method, topk, temperature, serve_in):
     return draft_sample_method == "greedy" or (topk == 1 and temperature > 0 and "sglang" not in serve_in)
 
 TOGETHER = {  # names of parameters -> (what must hold, what is expected)
     ("topk", "num_draft_tokens"): (_chain_or_tree, "topk above 1 and num_draft_tokens for a tree, and neither for a chain"),
     ("server", "serve_in"): (_one_server, "the one engine that runs at that URL"),
+    ("experts", "active"): (_both_or_none, "both numbers for a mixture of experts, no more active ones than there are, or neither"),
     ("draft_sample_method", "topk", "temperature", "serve_in"):
         (_can_sample_drafts, "probabilistic for a chain above temperature 0 alone, served by vllm or not at all"),
 }
