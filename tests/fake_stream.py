@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 PLAIN = dict(first_ms=50, step_ms=20, step_tokens=1, empty=0, cut_tcp=False, usage="continuous", fail_every=0, cut_every=0, die_after=0, native=False,
-             ignore_length=0, slow_every=0)
+             ignore_length=0, slow_every=0, drafts=True)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -38,7 +38,7 @@ class Fake:
     def page(self, path: str) -> tuple:
         pages = {"/v1/models": {"data": [{"id": "fake"}]}, "/lasted": self.lasted}
         if self.way["native"]:
-            drafting = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
+            drafting = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3} if self.way["drafts"] else {}
             pages |= {"/get_server_info": {"version": "0.5.23", "model_path": "fake", "max_running_requests": 8, "disable_cuda_graph": True,
                                            "disable_radix_cache": False, **drafting, "internal_states": [{}]}, "/flush_cache": {}}
         else:
@@ -48,7 +48,7 @@ class Fake:
             lines = [f"vllm:generation_tokens_total{{}} {self.generated}", "vllm:num_requests_running{} 0", f"vllm:spec_decode_num_drafts_total{{}} {self.drafts}",
                      f"vllm:spec_decode_num_draft_tokens_total{{}} {2 * self.drafts}", f"vllm:spec_decode_num_accepted_tokens_total{{}} {self.accepted}",
                      *(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{at}"}} {value}' for at, value in kept.items())]
-            return 200, "\n".join(lines) + "\n"
+            return 200, "\n".join(lines if self.way["drafts"] else lines[:2]) + "\n"
         return (200, json.dumps(pages[path])) if path in pages else (404, "{}")
 
     def event(self, native: bool, prompt: int, count: int, text: str, steps: int, last: bool) -> dict:
