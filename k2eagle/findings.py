@@ -46,8 +46,10 @@ class Findings(list):
         return pandas.DataFrame([asdict(f) for f in self], columns=[f.name for f in fields(Finding)])
 
     def __str__(self):
-        lines = (f"{f.severity}: {f.subject}: {f.message}" + (f" Fix: {f.fix}." if f.fix else "") for f in self)
+        lines = (f"{f.severity}: {f.subject}: {f.message}." + (f" Fix: {f.fix}." if f.fix else "") for f in self)
         return "\n".join(lines) or "nothing found"
+
+    __repr__ = __str__
 
     def _repr_html_(self):
         return _table(self) if self else "<p>Nothing found.</p>"
