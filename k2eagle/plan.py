@@ -63,6 +63,7 @@ class Sizes:
     whole_bytes: int       # of these, held by every rank
     kv_proj_bytes: int     # of these, split over at most `num_kv_heads` ranks
     basis: str             # 'headers' | 'config'
+    own_code: bool = False  # does the checkpoint bring code of its own?
 
     @property
     def engine_arch(self) -> str:
@@ -136,7 +137,7 @@ def _sizes_of_config(outer: dict, weight_bytes: int | None, name: str) -> Sizes:
     if not isinstance(packing, dict):
         raise ValueError(f"{name} has quantization_config {packing!r:.60}; expected a dict with quant_method; complete config.json")
     return Sizes(path=outer.get("_name_or_path") or name, arch=names[0], dtype=dtype, quantization=packing.get("quant_method"), vision=_vision(outer),
-                 weight_bytes=int(weight_bytes), whole_bytes=whole, kv_proj_bytes=kv, basis="config", **shape)
+                 weight_bytes=int(weight_bytes), whole_bytes=whole, kv_proj_bytes=kv, basis="config", own_code=bool(outer.get("auto_map")), **shape)
 
 # %% ../nbs/57_plan.ipynb #2577f131
 def _sizes_of_folder(path: Path) -> Sizes:
@@ -149,7 +150,8 @@ def _sizes_of_folder(path: Path) -> Sizes:
     whole = sum(size for name, size in held.items() if _WHOLE.search(name))
     keys = sum(size for name, size in held.items() if re.search(r"\.[kv]_proj\.", name) and not _WHOLE.search(name))
     return Sizes(path=str(path), arch=facts.engine_arch, dtype=facts.dtype, quantization=facts.quantization, vision=_vision(outer),
-                 weight_bytes=sum(held.values()), whole_bytes=whole, kv_proj_bytes=keys, basis="headers", **_shape_of(config, "config.json"))
+                 weight_bytes=sum(held.values()), whole_bytes=whole, kv_proj_bytes=keys, basis="headers", own_code=bool(outer.get("auto_map")),
+                 **_shape_of(config, "config.json"))
 
 
 def sizes(
@@ -1331,12 +1333,21 @@ def _extra_wishes(engine: str, version: Version, arguments: dict) -> tuple:  # (
                              fix="check_arguments and read_arguments read an installed engine"))
     return wishes, found
 
+# %% ../nbs/57_plan.ipynb #029a30a9
+def _own_code(target: Sizes, arguments: dict) -> list:
+    "A warning where a checkpoint's own code is neither allowed nor refused."
+    if not target.own_code or "trust_remote_code" in arguments:
+        return []
+    return [Finding("own-code", "warning", "--trust-remote-code", "the checkpoint brings code of its own, for its tokenizer at least; the engine stops where it needs "
+                    "that code and may not run it", "auto_map in config.json",
+                    'read the code, then say arguments={"trust_remote_code": True}, or False where the engine has its own')]
+
 
 def _spelled(engine: str, version: Version, wishes: list) -> tuple:  # (wishes with the version's names, findings)
     "Give wishes the names of a version; those it does not have are left out."
     known, kept, found = {row.name for row in ARGUMENTS if row.engine == engine}, [], []
     for wish in wishes:
-        if wish.value is None or (wish.value is False and wish.name.startswith(("disable", "enforce", "skip"))):
+        if wish.value is None or (wish.value is False and wish.name.startswith(("disable", "enforce", "skip", "trust"))):
             continue
         name = argument(engine, wish.name, version) if wish.name in known else wish.name
         if name:
@@ -1446,6 +1457,7 @@ def plan(
         case = replace(case, fraction=_best_fraction(case), chosen=True)
     chosen = profile(profile_name or ("pcie" if where.links in ("pcie", "mixed") and case.tp > 1 else "as-is"), engine)
     extra, unchecked = _extra_wishes(engine, known, arguments)
+    unchecked += _own_code(sized, arguments)
     extra += _wishes_of_words(list(chosen.arguments), f"profile {chosen.name}: {chosen.why}")
     extra += _capture_wishes(case, keep, folder) if keep else []
     addresses = [Wish("host", host, "loopback, unless others are to reach it"), Wish("port", port or {"sglang": 30000, "vllm": 8000}[engine], "as set, or the engine's usual one")]
