@@ -58,7 +58,7 @@ LOOKS = {  # source: colour, marker, line style
 }
 SPARE_LOOKS = [  # for sources of any other name, in order of appearance
     ("#56B4E9", "P", "-"), ("#D55E00", "X", (0, (5, 1.5))), ("#6A3D9A", "<", (0, (1, 1))),
-    ("#222222", "*", (0, (5, 1, 1, 1))), ("#8C6D31", ">", "-"),
+    ("#222222", "*", (0, (5, 1, 1, 1))), ("#8C6D31", ">", "-"), ("#CC79A7", "h", (0, (5, 1.5))), ("#009E73", "d", (0, (1, 1))), ("#666666", "p", "-"),
 ]
 
 def looks(
